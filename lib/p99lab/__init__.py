@@ -1,0 +1,1 @@
+"""p99lab: where the P99 of a long-context request goes."""

@@ -1,0 +1,66 @@
+"""The engine's configuration: one part per subsystem, handed only to it; plain values, round-trips through a dict."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from p99lab.strict import StrictModel
+
+
+class ModelConfig(StrictModel):
+    """`name`: a model of `p99lab models list`, a directory, or `dummy:<geometry>`."""
+
+    name: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "cpu"
+    seed: int = 0  # of dummy weights
+
+
+class CacheConfig(StrictModel):
+    """The page pool and its tree. `prefix_cache` off: nothing is found and nothing is kept."""
+
+    page_size: int = Field(64, ge=1)
+    num_pages: int = Field(1024, ge=2)
+    prefix_cache: bool = True
+
+
+class SchedulerConfig(StrictModel):
+    """How a step is put together.
+
+    `stock`: whole prompts, decode only when no admitted prompt waits. `chunked`: decode rows first, then as many prompt
+    tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims.
+    """
+
+    composition: Literal["stock", "chunked"] = "chunked"
+    policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
+    max_num_batched_tokens: int = Field(2048, ge=1)
+    max_num_seqs: int = Field(64, ge=1)
+
+
+class GroupingConfig(StrictModel):
+    """Shared-prefix groups: off, or on for prefixes of at least `min_shared_tokens`."""
+
+    enabled: bool = True
+    min_shared_tokens: int = Field(256, ge=1)
+
+
+class AttentionConfig(StrictModel):
+    backend: Literal["reference"] = "reference"
+
+
+class EngineConfig(StrictModel):
+    """Everything an engine needs. `model` may be given as its name alone."""
+
+    model: ModelConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    grouping: GroupingConfig = GroupingConfig()
+    attention: AttentionConfig = AttentionConfig()
+    seed: int = 0  # of requests that bring none
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value

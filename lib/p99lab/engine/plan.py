@@ -1,0 +1,90 @@
+"""What the control plane asks of one step, and what it gets back. Integers only; nothing here knows of tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p99lab.engine.request import IntArray, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One request's share of a step: `token_ids` are computed at positions `num_computed_tokens …`.
+
+    `token_ids`: [num_scheduled_tokens] int32. `page_table`: int32, one page for every page_size of the
+    `num_computed_tokens + num_scheduled_tokens` tokens that the row's last token attends to. Both are copies, so that
+    the scheduler may go on while the step runs. `samples`: the row reaches its request's last token, whose logits
+    choose the next.
+    """
+
+    request_id: str
+    number: int
+    token_ids: IntArray
+    num_computed_tokens: int
+    page_table: IntArray
+    samples: bool
+    sampling: SamplingParams
+    num_output_tokens: int  # tokens sampled before this step: the position in the request's random stream
+
+    @property
+    def num_scheduled_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens that the row's last token attends to, itself included."""
+        return self.num_computed_tokens + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixGroup:
+    """Rows whose page tables agree on pages `first_page … first_page + num_pages - 1`, all of them full and computed.
+
+    `rows` are indices into `StepPlan.rows`, ascending, at least two. The attention of all their tokens over these
+    pages is done once, without a causal mask (every one of these tokens lies before every token of the step).
+    Groups may nest: the groups that hold a row cover pages [0, n) of it without gap or overlap; the rest is private.
+    """
+
+    rows: tuple[int, ...]
+    first_page: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `num_tokens` slots of page `source` to page `target`, in every layer, before the step runs."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One engine step: page copies first, then all rows in one forward pass."""
+
+    epoch: int
+    rows: tuple[Row, ...]
+    groups: tuple[PrefixGroup, ...] = ()
+    copies: tuple[PageCopy, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(row.token_ids) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one sampled position: the chosen token's, and the `top` asked for as (id, logprob)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """`token_ids[i]` is what row i sampled, or None where the row did not sample; `logprobs[i]` likewise."""
+
+    epoch: int
+    token_ids: tuple[int | None, ...]
+    logprobs: tuple[Logprobs | None, ...]

@@ -1,0 +1,162 @@
+"""A request: what was asked, how far it has come, and when each thing happened."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when a request ends.
+
+    `temperature` 0 is greedy. `seed` makes a request's tokens independent of the batch it runs in; without one the
+    engine derives it from its own seed and the request's number. `logprobs` asks for that many top log-probabilities
+    beside the chosen token's own (0: the chosen one alone; None: none).
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, ok in (
+            ("max_tokens", self.max_tokens >= 1),
+            ("temperature", self.temperature >= 0.0),
+            ("top_k", self.top_k >= 0),
+            ("top_p", 0.0 < self.top_p <= 1.0),
+            ("min_p", 0.0 <= self.min_p <= 1.0),
+            ("logprobs", self.logprobs is None or self.logprobs >= 0),
+        ):
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
+
+
+class Status(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
+    LENGTH = "length"  # max_tokens reached
+    CANCELLED = "cancelled"
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Where a request's time went, in seconds of the engine's clock.
+
+    From arrival to the end every moment belongs to one of five shares, so that
+    `queue_s + prefill_s + decode_s + stalled_s + scheduling_s == finished_s - arrival_s`:
+    `queue_s` no pages granted yet, or preempted and waiting again · `prefill_s` device steps that computed its prompt ·
+    `decode_s` device steps that computed its output · `stalled_s` device steps that ran without it while it held pages ·
+    `scheduling_s` host time between steps while it held pages.
+    """
+
+    arrival_s: float
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    stalled_s: float = 0.0
+    scheduling_s: float = 0.0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request. The scheduler is its only writer, except for `timeline`, which the engine keeps.
+
+    The one invariant: a request is scheduled while `num_computed_tokens < num_tokens`; each step computes the next
+    `num_scheduled_tokens` of them, and a step that reaches `num_tokens` samples one more.
+
+    `tokens` is an int32 buffer of capacity prompt + max_tokens; its first `num_tokens` entries are valid, and of
+    those the first `num_prompt_tokens` were asked for. `page_table` has room for every token of the buffer; its first
+    `num_pages` entries are valid.
+    """
+
+    request_id: str
+    number: int  # order of arrival in this engine, unique
+    tokens: IntArray
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    timeline: Timeline
+    priority: int = 0  # smaller is more urgent
+    deadline_s: float | None = None  # on the engine's clock
+    num_tokens: int = 0
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
+    page_table: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
+    num_pages: int = 0
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+
+    @classmethod
+    def create(
+        cls,
+        number: int,
+        prompt_ids: IntArray,
+        sampling: SamplingParams,
+        arrival_s: float,
+        page_size: int,
+        request_id: str | None = None,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> Request:
+        """A waiting request over a copy of `prompt_ids` ([num_prompt_tokens] int32)."""
+        num_prompt_tokens = len(prompt_ids)
+        if num_prompt_tokens == 0:
+            raise ValueError("a prompt needs at least one token")
+        tokens = np.empty(num_prompt_tokens + sampling.max_tokens, np.int32)
+        tokens[:num_prompt_tokens] = prompt_ids
+        return cls(
+            request_id=request_id if request_id is not None else f"request-{number}",
+            number=number,
+            tokens=tokens,
+            num_prompt_tokens=num_prompt_tokens,
+            sampling=sampling,
+            timeline=Timeline(arrival_s),
+            priority=priority,
+            deadline_s=deadline_s,
+            num_tokens=num_prompt_tokens,
+            page_table=np.empty(-(-len(tokens) // page_size), np.int32),
+        )
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def token_ids(self) -> IntArray:
+        """The valid tokens, [num_tokens], a view."""
+        return self.tokens[: self.num_tokens]
+
+    @property
+    def pages(self) -> IntArray:
+        """The valid page table, [num_pages], a view."""
+        return self.page_table[: self.num_pages]
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether prompt tokens are still to be computed (after a preemption: output tokens are computed as prompt)."""
+        return self.num_computed_tokens < self.num_prompt_tokens
+
+    def append_token(self, token_id: int) -> None:
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1

@@ -1,0 +1,40 @@
+"""The errors a user can cause, each one line long and each with its exit code."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class P99labError(Exception):
+    """Something the user can act on: the command line prints it as one line and exits with `exit_code`."""
+
+    exit_code = 1
+
+
+class BadParameterError(P99labError):
+    """A parameter, flag or config key that does not exist or does not fit."""
+
+    exit_code = 2
+
+
+class DeliverableMissingError(P99labError):
+    """A run ended without a figure, table or file that its notebook owes."""
+
+    exit_code = 3
+
+
+class ModelError(P99labError):
+    """A model that cannot be found, read or used; nothing of it stays loaded."""
+
+    exit_code = 4
+
+
+class AccountingError(RuntimeError):
+    """An invariant of pages, tree or scheduler is broken. Never caught, never repaired."""
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the nearest of `known`, or the empty string."""
+    near = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.6)
+    return f"; did you mean '{near[0]}'?" if near else ""

@@ -19,10 +19,14 @@ class ModelConfig(StrictModel):
 
 
 class CacheConfig(StrictModel):
-    """The page pool and its tree. `prefix_cache` off: nothing is found and nothing is kept."""
+    """The page pool and its tree.
+
+    `num_pages` None: as many as a share of the device's free memory holds. `prefix_cache` off: nothing is found and
+    nothing is kept.
+    """
 
     page_size: int = Field(64, ge=1)
-    num_pages: int = Field(1024, ge=2)
+    num_pages: int | None = Field(None, ge=2)
     prefix_cache: bool = True
 
 

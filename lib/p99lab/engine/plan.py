@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from p99lab.caches.pages import PageCopy as PageCopy
 from p99lab.engine.request import IntArray, SamplingParams
 
 
@@ -48,15 +49,6 @@ class PrefixGroup:
     rows: tuple[int, ...]
     first_page: int
     num_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class PageCopy:
-    """Copy the first `num_tokens` slots of page `source` to page `target`, in every layer, before the step runs."""
-
-    source: int
-    target: int
-    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

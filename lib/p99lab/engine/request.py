@@ -6,9 +6,8 @@ import enum
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
-IntArray = NDArray[np.int32]
+from p99lab.caches.pages import IntArray as IntArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +55,16 @@ class FinishReason(enum.StrEnum):
     CANCELLED = "cancelled"
 
 
+class Share(enum.Enum):
+    """The parts of a request's time; each value names its field of `Timeline`."""
+
+    QUEUE = "queue_s"
+    PREFILL = "prefill_s"
+    DECODE = "decode_s"
+    STALLED = "stalled_s"
+    SCHEDULING = "scheduling_s"
+
+
 @dataclass(slots=True)
 class Timeline:
     """Where a request's time went, in seconds of the engine's clock.
@@ -68,6 +77,7 @@ class Timeline:
     """
 
     arrival_s: float
+    accounted_s: float = field(init=False)  # everything up to here is booked
     admitted_s: float | None = None
     first_token_s: float | None = None
     finished_s: float | None = None
@@ -77,6 +87,14 @@ class Timeline:
     stalled_s: float = 0.0
     scheduling_s: float = 0.0
     num_preemptions: int = 0
+
+    def __post_init__(self) -> None:
+        self.accounted_s = self.arrival_s
+
+    def book(self, share: Share, until_s: float) -> None:
+        """Give the time since the last booking to `share`."""
+        setattr(self, share.value, getattr(self, share.value) + until_s - self.accounted_s)
+        self.accounted_s = until_s
 
 
 @dataclass(slots=True, eq=False)

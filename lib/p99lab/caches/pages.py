@@ -1,0 +1,165 @@
+"""The page pool: who may use which page of the KV cache, counted per page.
+
+A page's state is `(references, in_tree)`. References count the page tables that hold the page, and the pending copies
+that read it. The legal combinations, and no others:
+
+| references | in_tree | state                                                                     |
+|------------|---------|---------------------------------------------------------------------------|
+| 0          | False   | free: may be allocated                                                    |
+| 1          | False   | active, private: one page table holds it, its request may write it        |
+| 0          | True    | cached: the tree alone keeps it, may be evicted                           |
+| >= 1       | True    | active, shared: page tables or copies read it, nobody writes or evicts it |
+
+Only pages of the tree are ever shared, so a private page has exactly one reference. With the tiers a third component
+`transfer` joins (none, loading, storing); the combinations above are those of `transfer` none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from p99lab.errors import AccountingError
+
+IntArray = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """Copy the first `num_tokens` slots of page `source` to page `target`, in every layer, before the step runs."""
+
+    source: int
+    target: int
+    num_tokens: int
+
+
+class PagePool:
+    """`num_pages` pages of `page_size` tokens each: pure bookkeeping, no memory behind it.
+
+    `references` ([num_pages] int32) and `in_tree` ([num_pages] bool) are for others to read; only the pool's methods
+    write them. The pages given to one call are distinct.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.references: IntArray = np.zeros(num_pages, np.int32)
+        self.in_tree = np.zeros(num_pages, np.bool_)
+        self.num_free = num_pages
+        self.num_cached = 0
+        self._is_free = np.ones(num_pages + 2, np.bool_)  # a page at index page + 1, between two guards
+        self._is_free[[0, -1]] = False
+
+    @property
+    def num_active(self) -> int:
+        return self.num_pages - self.num_free - self.num_cached
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, num_pages: int) -> IntArray | None:
+        """`num_pages` free pages, now private with one reference each, or None when fewer are free.
+
+        One contiguous ascending run where there is one (the shortest that fits), else the fewest runs, in ascending
+        order.
+        """
+        if num_pages > self.num_free:
+            return None
+        pages = self._choose(num_pages)
+        self.references[pages] = 1
+        self._is_free[pages + 1] = False
+        self.num_free -= num_pages
+        return pages
+
+    def pin(self, pages: IntArray) -> None:
+        """One more reference on each of `pages`, all of them in the tree."""
+        if not self.in_tree[pages].all():
+            raise AccountingError(f"pin of pages outside the tree: {pages[~self.in_tree[pages]].tolist()}")
+        before = self.references[pages]
+        self.references[pages] = before + 1
+        self.num_cached -= len(before) - int(np.count_nonzero(before))
+
+    def unpin(self, pages: IntArray) -> None:
+        """One reference less on each of `pages`; a page without any is then cached if in the tree, else free."""
+        left = self.references[pages] - 1
+        if (left < 0).any():
+            raise AccountingError(f"unpin of pages without a reference: {pages[left < 0].tolist()}")
+        self.references[pages] = left
+        released = pages[left == 0]
+        cached = self.in_tree[released]
+        self.num_cached += int(np.count_nonzero(cached))
+        self._free(released[~cached])
+
+    def enter_tree(self, pages: IntArray) -> None:
+        """Private pages become the tree's; their holder keeps its reference and must not write them any more."""
+        if self.in_tree[pages].any() or (self.references[pages] != 1).any():
+            raise AccountingError(f"pages {pages.tolist()} enter the tree, but not all are private")
+        self.in_tree[pages] = True
+
+    def leave_tree(self, pages: IntArray) -> None:
+        """Cached pages become free."""
+        if not self.in_tree[pages].all() or self.references[pages].any():
+            raise AccountingError(f"pages {pages.tolist()} leave the tree, but not all are cached")
+        self.in_tree[pages] = False
+        self.num_cached -= len(pages)
+        self._free(pages)
+
+    def check(self, page_tables: Iterable[IntArray], tree_pages: IntArray, copies: Iterable[PageCopy] = ()) -> None:
+        """Prove that every page has exactly the owners it is said to have.
+
+        `page_tables`: those of all live requests, each [num_pages of the request]. `tree_pages`: all pages of the tree.
+        `copies`: those granted whose step has not ended.
+
+        Raises:
+            AccountingError: a page owned twice where it must not be, lost, or counted wrongly.
+        """
+        sources = np.array([copy.source for copy in copies], np.int32)
+        tables = [*page_tables]
+        expected = np.bincount(np.concatenate([sources, *tables]), minlength=self.num_pages)
+        in_tree = np.bincount(tree_pages, minlength=self.num_pages)
+        is_free = (expected == 0) & (in_tree == 0)
+        self._require((in_tree <= 1), "twice in the tree")
+        self._require(self.in_tree == (in_tree == 1), "in the tree or not, against the tree")
+        self._require(self.references == expected, "references other than tables and copies hold")
+        self._require((expected <= 1) | (in_tree == 1), "shared outside the tree")
+        self._require(self._is_free[1:-1] == is_free, "free or not, against its owners")
+        for table in tables:
+            self._require(np.bincount(table, minlength=self.num_pages) <= 1, "twice in one page table")
+        if self.num_free != is_free.sum() or self.num_cached != ((expected == 0) & (in_tree == 1)).sum():
+            raise AccountingError(f"num_free {self.num_free} or num_cached {self.num_cached} is counted wrongly")
+
+    def _choose(self, num_pages: int) -> IntArray:
+        if num_pages == 0:
+            return np.empty(0, np.int32)
+        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1])
+        starts, lengths = edges[0::2], edges[1::2] - edges[0::2]
+        chosen = _fewest_runs(lengths, num_pages)
+        taken = lengths[chosen]
+        taken[-1] -= taken.sum() - num_pages
+        order = np.argsort(starts[chosen])
+        starts, taken = starts[chosen][order], taken[order]
+        offsets = np.cumsum(taken) - taken  # where each run begins in the result
+        return (np.repeat(starts - offsets, taken) + np.arange(num_pages)).astype(np.int32)
+
+    def _free(self, pages: IntArray) -> None:
+        self._is_free[pages + 1] = True
+        self.num_free += len(pages)
+
+    @staticmethod
+    def _require(ok: NDArray[np.bool_], problem: str) -> None:
+        if not ok.all():
+            raise AccountingError(f"pages {np.flatnonzero(~ok).tolist()}: {problem}")
+
+
+def _fewest_runs(lengths: NDArray[np.intp], total: int) -> NDArray[np.intp]:
+    """Indices of the fewest runs that hold `total` >= 1 pages: the longest, then the shortest that takes the rest."""
+    longest_first = np.argsort(-lengths, kind="stable")
+    num_whole = int(np.searchsorted(np.cumsum(lengths[longest_first]), total))
+    whole, others = longest_first[:num_whole], longest_first[num_whole:]
+    rest = total - lengths[whole].sum()
+    best = others[np.count_nonzero(lengths[others] >= rest) - 1]
+    return np.append(whole, best)

@@ -1,0 +1,71 @@
+"""The keys and values of every page: two tensors, sized once, never grown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+import torch
+
+from p99lab.caches.pages import PageCopy
+from p99lab.engine.geometry import Geometry
+
+CPU_SHARE = 0.25  # of the memory available at start; the rest belongs to weights, activations and the user
+CUDA_SHARE = 0.85  # of the memory free once the weights are loaded; the rest is activations and workspaces
+
+
+@dataclass(frozen=True, slots=True)
+class KVPool:
+    """`k`, `v`: [num_layers, num_pages, page_size, num_kv_heads, head_dim], contiguous, so that a run of consecutive
+    pages is a view of consecutive slots."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> KVPool:
+        """Reserve the pool, zeroed: masked keys are multiplied by 0, and garbage may hold a NaN.
+
+        On a CPU memory is taken page by page as it is first written (calloc), so a generous pool costs nothing.
+
+        Raises:
+            torch.OutOfMemoryError, MemoryError: the device has no room; nothing stays allocated.
+        """
+        shape = (geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim)
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[2]
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Carry out the copies in all layers, in order."""
+        for copy in copies:
+            for pool in (self.k, self.v):
+                pool[:, copy.target, : copy.num_tokens] = pool[:, copy.source, : copy.num_tokens]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
+def page_bytes(geometry: Geometry, page_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over all layers, K and V together."""
+    per_token = 2 * geometry.num_layers * geometry.num_kv_heads * geometry.head_dim
+    return per_token * page_size * dtype.itemsize
+
+
+def affordable_pages(geometry: Geometry, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
+    """How many pages the device's memory allows now, weights already loaded; at least 2."""
+    if device.type == "cuda":
+        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    else:
+        budget = int(psutil.virtual_memory().available * CPU_SHARE)
+    return max(2, budget // page_bytes(geometry, page_size, dtype))

@@ -1,0 +1,80 @@
+"""From logits to tokens. What a request draws depends on its seed and position alone, never on its batch or device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from p99lab.engine.plan import Logprobs, Row
+from p99lab.engine.request import SamplingParams
+
+
+def sample(
+    logits: torch.Tensor, rows: Sequence[Row], default_seed: int
+) -> tuple[list[int], list[Logprobs | None]]:
+    """Choose one token for each row.
+
+    Args:
+        logits: [R, vocab] float32; left as it is.
+        rows: the R rows that sample, in the order of `logits`.
+        default_seed: mixed with a request's number where the request brings no seed.
+
+    Returns:
+        R token ids, and for rows that ask for them the log-probabilities of the model itself (before temperature and
+        truncation, as the OpenAI API has them).
+    """
+    chosen = logits.argmax(-1)
+    random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0.0]
+    if random:
+        chosen[random] = _draw(logits[random], [rows[i] for i in random], default_seed)
+    token_ids: list[int] = chosen.tolist()  # the step's one host synchronisation
+    return token_ids, _logprobs(logits, rows, chosen)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch.Tensor:
+    """Invert the truncated, tempered distribution at one uniform number a row. Returns [R] int64."""
+    column = _columns([row.sampling for row in rows], logits.device)
+    ordered, token_ids = (logits / column["temperature"]).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    probs = ordered.masked_fill_(rank >= column["top_k"], -torch.inf).softmax(-1)
+    before = probs.cumsum(-1) - probs  # mass of the more probable tokens
+    keep = (probs > 0.0) & (before < column["top_p"]) & (probs >= column["min_p"] * probs[:, :1])
+    keep[:, 0] = True
+    cumulative = (probs * keep).cumsum(-1)
+    uniform = torch.tensor([[_uniform(row, default_seed)] for row in rows], dtype=torch.float32, device=logits.device)
+    rank_drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    last_kept = keep.sum(-1, keepdim=True) - 1  # kept tokens are a prefix of the order
+    return token_ids.gather(-1, torch.minimum(rank_drawn, last_kept))[:, 0]
+
+
+def _columns(params: Sequence[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
+    """Each parameter as a [R, 1] column; no top-k reads as one larger than any vocabulary."""
+    values = {
+        "temperature": [p.temperature for p in params],
+        "top_k": [p.top_k or 2**31 for p in params],
+        "top_p": [p.top_p for p in params],
+        "min_p": [p.min_p for p in params],
+    }
+    return {name: torch.tensor(column, device=device)[:, None] for name, column in values.items()}
+
+
+def _uniform(row: Row, default_seed: int) -> float:
+    """A number in [0, 1) from a counter-based generator: the same for the same seed and position, wherever it runs."""
+    seed = row.sampling.seed
+    key = (seed % 2**64, 0) if seed is not None else (default_seed % 2**64, row.number + 1)
+    generator = np.random.Philox(key=np.array(key, np.uint64), counter=row.num_output_tokens)
+    return float(np.random.Generator(generator).random(dtype=np.float32))
+
+
+def _logprobs(logits: torch.Tensor, rows: Sequence[Row], chosen: torch.Tensor) -> list[Logprobs | None]:
+    result: list[Logprobs | None] = [None] * len(rows)
+    for i, row in enumerate(rows):
+        if row.sampling.logprobs is None:
+            continue
+        logprobs = logits[i].log_softmax(-1)
+        values, ids = logprobs.topk(row.sampling.logprobs)
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        result[i] = Logprobs(float(logprobs[chosen[i]]), top)
+    return result

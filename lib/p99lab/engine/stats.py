@@ -1,0 +1,79 @@
+"""Counts and times of an engine, as plain numbers."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from p99lab.caches.pages import PagePool
+from p99lab.engine.scheduler import Scheduler
+
+NUM_KEPT_STEPS = 4096
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Every step counted; the latest `NUM_KEPT_STEPS` remembered one by one."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    busy_s: float = 0.0
+    recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_STEPS))
+
+    def add(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        self.busy_s += ended_s - began_s
+        self.recent_s.append(ended_s - began_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Since the engine's start or its last `reconfigure`; pages and requests as they are now."""
+
+    num_waiting: int
+    num_running: int
+    num_free_pages: int
+    num_cached_pages: int
+    num_active_pages: int
+    num_queries: int
+    num_hits: int
+    num_queried_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_steps: int
+    num_step_tokens: int
+    busy_s: float
+    step_p50_s: float | None
+    step_p99_s: float | None
+    step_max_s: float | None
+
+    @classmethod
+    def of(cls, scheduler: Scheduler, pool: PagePool, steps: StepTimes) -> Self:
+        counters = scheduler.counters
+        recent = np.array(steps.recent_s)
+        p50, p99, longest = np.percentile(recent, [50, 99, 100]).tolist() if len(recent) else [None] * 3
+        return cls(
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            num_free_pages=pool.num_free,
+            num_cached_pages=pool.num_cached,
+            num_active_pages=pool.num_active,
+            num_queries=counters.num_queries,
+            num_hits=counters.num_hits,
+            num_queried_tokens=counters.num_queried_tokens,
+            num_cached_tokens=counters.num_cached_tokens,
+            num_preemptions=counters.num_preemptions,
+            num_steps=steps.num_steps,
+            num_step_tokens=steps.num_tokens,
+            busy_s=steps.busy_s,
+            step_p50_s=p50,
+            step_p99_s=p99,
+            step_max_s=longest,
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,355 @@
+"""Running a notebook's cells so that the record tells what happened: which cell ended how, and why the run stopped.
+
+The cells run in nbclient; what is here instead of papermill's own bookkeeping marks a cell completed only after its
+reply came, saves atomically and at a bounded cost, and ends in order on a time-out, a dead kernel or a signal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import signal
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
+
+from p99lab.lab.kernel import run_kernel
+from p99lab.lab.run_folder import UnwritableError
+
+if TYPE_CHECKING:
+    from jupyter_client.manager import AsyncKernelManager
+    from nbclient import NotebookClient
+    from nbformat import NotebookNode
+
+_START_TIMEOUT_S = 120.0
+_INTERRUPT_GRACE_S = 3.0  # for a cell to come to rest, and its last output to arrive, after an interrupt
+_OUTPUT_TIMEOUT_S = 30
+_MIN_SAVE_INTERVAL_S = 5.0
+_MAX_SAVE_SHARE = 0.05  # of the run's time
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended: a word, the exit code, and a reason of one line."""
+
+    status: str
+    exit_code: int
+    reason: str = ""
+
+
+COMPLETED = Ending("completed", 0)
+
+
+class Observer(Protocol):
+    """Told about each cell as it starts and ends; `number` counts code cells from 1."""
+
+    def cell_started(self, number: int, total: int, heading: str) -> None: ...
+
+    def cell_ended(self, number: int, total: int, status: str, seconds: float) -> None: ...
+
+
+class StopSignal:
+    """SIGTERM, SIGUSR1 and SIGINT, from `with` to its end, as a request to stop that a run can wait for."""
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._wake: Callable[[], object] = lambda: None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    async def wait(self) -> None:
+        """Return once a signal has come, also one that came before."""
+        loop, event = asyncio.get_running_loop(), asyncio.Event()
+        self._wake = lambda: loop.call_soon_threadsafe(event.set)
+        try:
+            if self.received is None:
+                await event.wait()
+        finally:
+            self._wake = lambda: None
+
+    def ending(self) -> Ending:
+        assert self.received is not None
+        if self.received is signal.SIGINT:
+            return Ending("interrupted", 130, "interrupted from the keyboard (SIGINT)")
+        return Ending("pre-empted", 40, f"pre-empted by {self.received.name}")
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.received = self.received or signal.Signals(number)
+        self._wake()
+
+
+class Journal:
+    """Keeps a notebook's metadata (papermill's keys) true while its cells run, and saves it now and then.
+
+    Saving costs at most 5 % of the time, however large the outputs; `save` is given the whole notebook.
+    """
+
+    def __init__(self, notebook: NotebookNode, save: Callable[[NotebookNode], object], observer: Observer) -> None:
+        self._notebook = notebook
+        self._save = save
+        self._observer = observer
+        self._headings = _headings(notebook)
+        self._numbers = {index: n for n, index in enumerate(filter(self.runs, range(len(notebook.cells))), start=1)}
+        self._started_s: dict[int, float] = {}
+        self._next_save_s = 0.0
+        self.save_problems: list[str] = []
+        self._reset()
+
+    def runs(self, index: int) -> bool:
+        """Whether the cell at `index` has code to run."""
+        cell = self._notebook.cells[index]
+        return bool(cell.cell_type == "code" and cell.source.strip())
+
+    def where(self, index: int) -> str:
+        """`cell 3 of 9 (Method)`."""
+        heading = f" ({self._headings[index]})" if self._headings[index] else ""
+        return f"cell {self._numbers[index]} of {len(self._numbers)}{heading}"
+
+    def cell_started(self, index: int) -> None:
+        self._started_s[index] = time.monotonic()
+        self._mark(index, status="running", start_time=_now())
+        self.save_if_due()
+        self._observer.cell_started(self._numbers[index], len(self._numbers), self._headings[index])
+
+    def cell_ended(self, index: int, status: str) -> None:
+        seconds = time.monotonic() - self._started_s[index]
+        self._mark(index, status=status, end_time=_now(), duration=seconds, exception=status != "completed")
+        self._observer.cell_ended(self._numbers[index], len(self._numbers), status, seconds)
+
+    def run_ended(self, ending: Ending, seconds: float) -> None:
+        """Whatever has not run by now never will. This save is not optional: its error is the caller's."""
+        for index in self._numbers:
+            if self._notebook.cells[index].metadata.papermill["status"] == "pending":
+                self._mark(index, status="not run")
+        failed = ending.exit_code != 0
+        self._notebook.metadata.papermill.update(end_time=_now(), duration=seconds, exception=failed)
+        self._save(self._notebook)
+
+    def cells(self) -> list[dict[str, Any]]:
+        """One record per code cell: number, id, heading, status, start, seconds."""
+        return [self._cell_record(index) for index in self._numbers]
+
+    def save_if_due(self) -> None:
+        """Save unless the last save was too recent for its cost; a full disk must not end the run."""
+        started_s = time.monotonic()
+        if started_s < self._next_save_s:
+            return
+        try:
+            self._save(self._notebook)
+        except UnwritableError as error:
+            self.save_problems.append(f"{_now()}: {error}")
+        ended_s = time.monotonic()
+        self._next_save_s = ended_s + max(_MIN_SAVE_INTERVAL_S, (ended_s - started_s) / _MAX_SAVE_SHARE)
+
+    def _reset(self) -> None:
+        self._notebook.metadata.papermill.update(start_time=_now(), end_time=None, duration=None, exception=None)
+        for index, cell in enumerate(self._notebook.cells):
+            cell.metadata.papermill = {}
+            if cell.cell_type == "code":
+                cell.outputs, cell.execution_count = [], None
+                status = "pending" if index in self._numbers else "empty"
+                self._mark(index, status=status, start_time=None, end_time=None, duration=None, exception=None)
+
+    def _mark(self, index: int, **changes: Any) -> None:
+        self._notebook.cells[index].metadata.papermill.update(changes)
+
+    def _cell_record(self, index: int) -> dict[str, Any]:
+        cell = self._notebook.cells[index]
+        marks = cell.metadata.papermill
+        return {
+            "number": self._numbers[index],
+            "id": cell.get("id"),
+            "heading": self._headings[index],
+            "status": marks["status"],
+            "started": marks["start_time"],
+            "seconds": marks["duration"],
+        }
+
+
+@dataclass
+class Execution:
+    """Everything one execution needs; `ending` is set when `run` returns."""
+
+    run_dir: Path
+    environment: Mapping[str, str]
+    save: Callable[[NotebookNode], object]
+    observer: Observer
+    stop: StopSignal
+    cell_timeout_s: float | None = None
+    ending: Ending | None = None
+    cells: list[dict[str, Any]] | None = None
+    save_problems: list[str] | None = None
+
+    def run(self, notebook: NotebookNode) -> None:
+        """Run all cells in a kernel of their own; outputs, marks and the reason of the end are in the notebook."""
+        started_s = time.monotonic()
+        journal = Journal(notebook, self.save, self.observer)
+        self.ending = asyncio.run(self._run(notebook, journal))
+        journal.run_ended(self.ending, time.monotonic() - started_s)
+        self.cells, self.save_problems = journal.cells(), journal.save_problems
+
+    async def _run(self, notebook: NotebookNode, journal: Journal) -> Ending:
+        async with run_kernel(self.run_dir, self.environment) as manager:
+            session = _Session(notebook, manager, journal, self.stop, self.cell_timeout_s)
+            ending = await session.run()
+            if ending.exit_code != 0:
+                await manager.shutdown_kernel(now=True)
+            return ending
+
+
+class _Session:
+    """One notebook on one kernel."""
+
+    def __init__(
+        self,
+        notebook: NotebookNode,
+        manager: AsyncKernelManager,
+        journal: Journal,
+        stop: StopSignal,
+        cell_timeout_s: float | None,
+    ) -> None:
+        self._notebook = notebook
+        self._manager = manager
+        self._journal = journal
+        self._stop = stop
+        self._cell_timeout_s = cell_timeout_s
+
+    async def run(self) -> Ending:
+        stopped = asyncio.ensure_future(self._stop.wait())
+        saving = asyncio.ensure_future(self._save_regularly())
+        try:
+            async with self._client(stopped) as client:
+                if isinstance(client, Ending):
+                    return client
+                return await self._run_cells(client, stopped)
+        finally:
+            stopped.cancel()
+            saving.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _client(self, stopped: asyncio.Future[None]) -> Any:
+        """A client whose kernel answers, or the ending where it does not come to that."""
+        from nbclient import NotebookClient
+
+        channels = self._manager.client()
+        channels.start_channels()
+        try:
+            starting = asyncio.ensure_future(channels.wait_for_ready(timeout=_START_TIMEOUT_S))
+            await _first_of(starting, stopped)
+            if not starting.done():
+                await _abandon(starting)
+                yield self._stop.ending()
+            elif (problem := starting.exception()) is not None:
+                yield Ending("kernel died", 30, f"the kernel did not start: {problem}")
+            else:
+                channels.allow_stdin = False
+                client = NotebookClient(self._notebook, km=self._manager, iopub_timeout=_OUTPUT_TIMEOUT_S)
+                client.kc = channels
+                await self._describe_kernel(client)
+                yield client
+        finally:
+            channels.stop_channels()
+
+    async def _describe_kernel(self, client: NotebookClient) -> None:
+        """Put the kernel that really runs into the metadata, whatever the notebook named."""
+        assert client.kc is not None
+        reply = await client.async_wait_for_reply(client.kc.kernel_info())
+        assert reply is not None
+        self._notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        self._notebook.metadata.language_info = reply["content"]["language_info"]
+
+    async def _run_cells(self, client: NotebookClient, stopped: asyncio.Future[None]) -> Ending:
+        for index in range(len(self._notebook.cells)):
+            if not self._journal.runs(index):
+                continue
+            self._journal.cell_started(index)
+            ending = await self._run_cell(client, index, stopped)
+            self._journal.cell_ended(index, "completed" if ending is None or ending.exit_code == 0 else "failed")
+            if ending is not None:
+                return ending
+        return COMPLETED
+
+    async def _run_cell(self, client: NotebookClient, index: int, stopped: asyncio.Future[None]) -> Ending | None:
+        """None when the cell ran and the next may follow."""
+        running = asyncio.ensure_future(client.async_execute_cell(self._notebook.cells[index], index))
+        await _first_of(running, stopped, timeout_s=self._cell_timeout_s)
+        if running.done():
+            return await self._judge(index, running.exception())
+        await self._manager.interrupt_kernel()
+        await _first_of(running, timeout_s=_INTERRUPT_GRACE_S)
+        await _abandon(running)
+        if self._stop.received is not None:
+            return self._stop.ending()
+        return Ending("timed out", 20, f"{self._journal.where(index)} ran longer than {self._cell_timeout_s:g} s")
+
+    async def _judge(self, index: int, problem: BaseException | None) -> Ending | None:
+        from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+        where = self._journal.where(index)
+        if problem is None:
+            return None
+        if isinstance(problem, CellExecutionError):
+            return _of_error(problem.ename, problem.evalue, where)
+        if not isinstance(problem, DeadKernelError):
+            raise problem
+        if self._stop.received is not None:  # a scheduler signals the kernel as well as the runner
+            return self._stop.ending()
+        return Ending("kernel died", 30, f"the kernel {await self._cause_of_death()} in {where}")
+
+    async def _cause_of_death(self) -> str:
+        code = await self._manager.provisioner.poll() if self._manager.provisioner is not None else None
+        if code is None:
+            return "died"
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    async def _save_regularly(self) -> None:
+        while True:
+            await asyncio.sleep(_MIN_SAVE_INTERVAL_S)
+            self._journal.save_if_due()
+
+
+def _of_error(name: str, value: str, where: str) -> Ending:
+    """What an exception in a cell means; `sys.exit` ends the run with the code it was given."""
+    if name != "SystemExit":
+        return Ending("failed", 10, f"{where}: {name}: {value.strip().splitlines()[0] if value.strip() else ''}")
+    if value in ("", "None", "0"):
+        return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
+    code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1
+    return Ending("exited", code or 1, f"{where} called sys.exit({value})")
+
+
+async def _first_of(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:
+    futures = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
+    await asyncio.wait(futures, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+
+
+async def _abandon(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def _headings(notebook: NotebookNode) -> list[str]:
+    """For each cell, the last heading above it."""
+    headings, current = [], ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            titles = [line.lstrip("#").strip() for line in cell.source.splitlines() if line.startswith("#")]
+            current = titles[-1] if titles else current
+        headings.append(current)
+    return headings
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds")

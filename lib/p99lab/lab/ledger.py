@@ -1,0 +1,185 @@
+"""The ledger: every claim on every kind of hardware, read from the runs below `outputs/`. Works on the base install."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from p99lab.errors import P99labError
+from p99lab.lab.claims import Claim, answer, load_claims, verdict
+from p99lab.lab.figures import FIGURES, Figure, read_figures
+from p99lab.lab.run_folder import RunFolder
+
+WITHDRAWN = " · withdrawn: "
+SHORT = 56  # characters of a statement that the table shows
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A claim on one kind of hardware; hardware, run and measurement are None where no run speaks to it."""
+
+    id: str
+    chapter: str
+    says: str
+    stated: float | None
+    unit: str | None
+    verdict: str | None = None
+    measured: float | None = None
+    ci95: tuple[float, float] | None = None
+    n: int | None = None
+    hardware: str | None = None
+    run: str | None = None
+    evidence: str | None = None  # the figures' file, `#` the metric, ` · ` why
+
+    @property
+    def state(self) -> str:
+        """The verdict in a word or two, or why there is none."""
+        if self.evidence is None:
+            return "not tested"
+        return self.verdict or ("withdrawn" if WITHDRAWN in self.evidence else "no verdict")
+
+
+@dataclass(frozen=True)
+class Run:
+    """A completed run, as far as the ledger needs it."""
+
+    folder: RunFolder
+    record: Mapping[str, Any]  # run.json
+
+    @property
+    def hardware(self) -> str:
+        return str(self.record.get("hardware") or "unknown")
+
+    @cached_property
+    def problem(self) -> str | None:
+        """Why its figures do not count any more, if they do not."""
+        try:
+            changes = self.folder.verify()
+        except P99labError:
+            return "it was never sealed"
+        judged = [line for line in changes if line.startswith(("metrics/", "run.json", "hardware.json"))]
+        return ", ".join(judged) or None
+
+    @cached_property
+    def figures(self) -> dict[str, Figure]:
+        return read_figures(self.folder.path / FIGURES)
+
+    @cached_property
+    def conditions(self) -> dict[str, Any]:
+        hardware = _read_json(self.folder.path / "hardware.json")
+        known = {"numa_nodes": hardware["numa_nodes"]} if "numa_nodes" in hardware else {}
+        if isinstance(gpus := hardware.get("gpus"), list):
+            known["gpu"] = ", ".join(sorted({str(gpu.get("name", "unknown")) for gpu in gpus})) or "none"
+        return known
+
+    def speaks_to(self, claim: Claim) -> bool:
+        """Does the run answer this claim, or did it before its files were changed?"""
+        if self.record.get("notebook") != claim.notebook:
+            return False
+        return self.problem is not None or answer(claim, self.figures) is not None
+
+
+def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
+    """One row per claim and hardware: the latest completed run that speaks to the claim decides.
+
+    Smoke runs do not count (they show that a notebook works), nor runs that ended otherwise than completed. Where files
+    of the deciding run were changed after its end, the verdict is withdrawn.
+    """
+    runs = sorted(_completed(outputs), key=lambda run: str(run.record.get("started", "")), reverse=True)
+    rows: list[Row] = []
+    for claim in load_claims() if claims is None else claims:
+        latest: dict[str, Run] = {}
+        for run in runs:
+            if run.hardware not in latest and run.speaks_to(claim):
+                latest[run.hardware] = run
+        rows.extend(_entry(claim, latest[hardware], outputs) for hardware in sorted(latest))
+        if not latest:
+            rows.append(Row(claim.id, claim.chapter, claim.says, claim.stated, claim.unit))
+    return rows
+
+
+def _completed(outputs: Path) -> list[Run]:
+    paths = [*outputs.glob("*/*/run.json"), *outputs.glob("published/*/*/run.json")]
+    runs = [Run(RunFolder(path.parent), _read_json(path)) for path in sorted(paths)]
+    return [run for run in runs if run.record.get("status") == "completed" and run.record.get("tier") != "smoke"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _entry(claim: Claim, run: Run, outputs: Path) -> Row:
+    row = Row(
+        claim.id, claim.chapter, claim.says, claim.stated, claim.unit, hardware=run.hardware, run=run.folder.run_id
+    )
+    source = f"{outputs.name}/{run.folder.path.relative_to(outputs).as_posix()}/{FIGURES}#{claim.test.metric}"
+    if run.problem is not None:
+        return dataclasses.replace(row, evidence=f"{source}{WITHDRAWN}{run.problem}")
+    name, why, figure = verdict(claim, run.figures, run.conditions)
+    assert figure is not None
+    revision = str(run.record.get("revision") or "unknown")[:12] + (" with changes" if run.record.get("dirty") else "")
+    return dataclasses.replace(
+        row,
+        verdict=name and name.value,
+        measured=figure.value,
+        ci95=figure.ci95,
+        n=figure.n,
+        evidence=f"{source} · {why} · code {revision}",
+    )
+
+
+def as_records(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The rows as plain values, in the shape that `p99lab claims --json` prints."""
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """The ledger for a terminal of 80 columns or more; claims that no run speaks to are dim."""
+    rows = list(rows)
+    shown = Table(caption=_legend(rows), caption_justify="left", pad_edge=False, box=None)
+    shown.add_column("claim", ratio=1, overflow="fold")
+    for name, width in (("stated", 9), ("measured", 13), ("verdict", 10), ("evidence", 13)):
+        shown.add_column(name, max_width=width, overflow="fold")
+    said = ""
+    for row in rows:
+        claim = f"{row.id}\n{_short(row.says)}" if row.says != said else row.id
+        shown.add_row(claim, *_cells(row), style=None if row.evidence else "dim")
+        said = row.says
+    return shown
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    stated = "" if row.stated is None else f"{row.stated:g} {row.unit}"
+    measured = "" if row.measured is None else f"{row.measured:.3g}"
+    if row.ci95 is not None and row.ci95[0] != row.ci95[1]:
+        measured += f"\n[{row.ci95[0]:.3g}, {row.ci95[1]:.3g}]"
+    return stated, measured, row.state, row.run or ""
+
+
+def _short(says: str) -> str:
+    return says if len(says) <= SHORT else says[: SHORT - 1].rstrip(" ,") + "…"
+
+
+def _legend(rows: Iterable[Row]) -> str:
+    """How many claims stand where, and what the named runs ran on."""
+    rows = list(rows)
+    counts = Counter(row.state for row in rows)
+    runs = {row.run: row.hardware for row in rows if row.run}
+    return "\n".join(
+        (
+            " · ".join(f"{count} {state}" for state, count in counts.most_common()),
+            *(f"{run}  {hardware}" for run, hardware in runs.items()),
+        )
+    )

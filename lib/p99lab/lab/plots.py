@@ -1,0 +1,171 @@
+"""The lab's figures, in one style: Okabe–Ito colours, with line styles, markers and hatches that survive grey print.
+
+Each function takes plain arrays or a DataFrame and returns a Figure of its own; pyplot's global state is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import matplotlib as mpl
+import numpy as np
+import seaborn as sns  # type: ignore[import-untyped]
+from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+# Okabe & Ito, "Color Universal Design" (2008), without yellow, which white paper swallows.
+PALETTE = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#56B4E9", "#CC79A7", "#000000")
+LINES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 3)), (0, (1, 1)))
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+HATCHES = ("", "///", "...", "xxx", "\\\\\\", "++", "oo")
+WIDTH = 6.6  # inches: readable on a page, and still when a phone shrinks it
+
+
+def ecdf(
+    samples: Mapping[str, ArrayLike],
+    unit: str = "s",
+    quantity: str = "latency",
+    quantile: float = 0.99,
+    intervals: Mapping[str, tuple[float, float]] | None = None,
+) -> Figure:
+    """The share of requests at or below a latency, one line per arm.
+
+    `samples`: values in `unit` by arm. `intervals`: the confidence interval of `quantile` by arm, drawn as a bracket
+    under the quantile's line, each at its own height so that overlapping ones can be told apart.
+    """
+    with _axes(height=3.6) as (figure, axes):
+        for number, (arm, values) in enumerate(samples.items()):
+            ordered = np.sort(np.asarray(values, float))
+            share = np.arange(1, len(ordered) + 1) / max(len(ordered), 1)
+            axes.step(ordered, share, where="post", label=f"{arm} (n = {len(ordered)})", **_line(number))
+        for number, (arm, (low, high)) in enumerate((intervals or {}).items()):
+            height = quantile - 0.035 * (number + 1)
+            axes.plot([low, high], [height, height], "|-", color=_colour(list(samples).index(arm)), lw=2.5, ms=11)
+        label = f"P{quantile * 100:g}" + (", 95 % CI beneath it" if intervals else "")
+        axes.axhline(quantile, color="0.45", lw=0.8, zorder=0, label=label)
+        axes.set(xlabel=f"{quantity} ({unit})", ylabel="share of requests", ylim=(0, 1.03))
+        axes.legend(loc="lower right")
+    return figure
+
+
+def timeline(
+    start_s: Mapping[str, ArrayLike],
+    latency_s: Mapping[str, ArrayLike],
+    steady_s: tuple[float, float] | None = None,
+    quantity: str = "latency",
+) -> Figure:
+    """When each request started and how long it took, by arm; the steady window that is measured is shaded."""
+    with _axes(height=3.4) as (figure, axes):
+        if steady_s is not None:
+            axes.axvspan(*steady_s, color="#009E73", alpha=0.10, lw=0, label="steady window")
+            for edge in steady_s:
+                axes.axvline(edge, color="#009E73", lw=1, ls="--")
+        for number, arm in enumerate(start_s):
+            style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": _colour(number)}
+            axes.scatter(
+                np.asarray(start_s[arm]), np.asarray(latency_s[arm]), s=16, alpha=0.75, lw=0, label=arm, **style
+            )
+        axes.set(xlabel="start of the request, since the run began (s)", ylabel=f"{quantity} (s)")
+        axes.set_ylim(bottom=0)
+        _legend_above(figure, axes)
+    return figure
+
+
+def attribution(shares: pd.DataFrame, unit: str = "s", title: str = "") -> Figure:
+    """Where time went: one stacked bar per row of `shares`, one segment per column, in `unit`."""
+    with _axes(height=1.5 + 0.42 * len(shares)) as (figure, axes):
+        left = np.zeros(len(shares))
+        rows = np.arange(len(shares))
+        for number, part in enumerate(shares.columns):
+            widths = shares[part].to_numpy(float)
+            style: dict[str, Any] = {"color": _colour(number), "hatch": HATCHES[number % len(HATCHES)]}
+            axes.barh(rows, widths, left=left, height=0.62, edgecolor="white", lw=0.6, label=part, **style)
+            left += widths
+        axes.set_yticks(rows, [str(name) for name in shares.index])
+        axes.invert_yaxis()
+        axes.set(xlabel=f"time ({unit})", title=title)
+        axes.grid(axis="y", visible=False)
+        _legend_above(figure, axes)
+    return figure
+
+
+def ablation(arms: pd.DataFrame, unit: str = "s", quantity: str = "TTFT") -> Figure:
+    """What each measure buys: a bar to the median, a point at the tail with its confidence interval.
+
+    `arms`: one row per arm, columns `arm`, `p50`, `tail`, `low`, `high` (the tail's 95 % CI; NaN draws the point alone)
+    and `tail_name` (`P99`, or `P90` where n was too small for it).
+    """
+    with _axes(height=1.3 + 0.46 * len(arms)) as (figure, axes):
+        rows = np.arange(len(arms))
+        axes.barh(rows, arms["p50"], height=0.55, color=PALETTE[4], hatch="///", edgecolor="white", label="P50")
+        for number, (name, group) in enumerate(arms.assign(row=rows).groupby("tail_name", sort=False)):
+            tail = group["tail"].to_numpy(float)
+            spread = [tail - group["low"].to_numpy(float), group["high"].to_numpy(float) - tail]
+            marker: dict[str, Any] = {"fmt": MARKERS[number + 1], "color": (PALETTE[3], PALETTE[6])[number % 2]}
+            label = f"{name}, 95 % CI" if np.isfinite(spread).any() else str(name)
+            axes.errorbar(tail, group["row"], xerr=np.nan_to_num(spread), capsize=4, ms=6, label=label, **marker)
+        axes.set_yticks(rows, list(arms["arm"]))
+        axes.invert_yaxis()
+        axes.set(xlabel=f"{quantity} ({unit})")
+        axes.set_xlim(left=0)
+        axes.grid(axis="y", visible=False)
+        _legend_above(figure, axes)
+    return figure
+
+
+def roofline(bandwidth_gb_s: float, rates_gflop_s: Mapping[str, float], intensities: Mapping[str, float]) -> Figure:
+    """Attainable arithmetic over arithmetic intensity (Williams, Waterman & Patterson, CACM 2009).
+
+    `rates_gflop_s`: a ceiling per number format. `intensities`: FLOP per byte of workloads to mark on the axis.
+    """
+    with _axes(height=3.6) as (figure, axes):
+        ridge = max(rates_gflop_s.values()) / bandwidth_gb_s
+        lowest, highest = min(0.25, *intensities.values()), max(4 * ridge, *(2 * x for x in intensities.values()))
+        x = np.geomspace(lowest, highest, 200)
+        for number, (name, rate) in enumerate(rates_gflop_s.items()):
+            axes.plot(x, np.minimum(bandwidth_gb_s * x, rate), label=f"{name}: {rate:,.0f} GFLOP/s", **_line(number))
+        axes.set(
+            xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP per byte read)", ylabel="GFLOP/s, at most"
+        )
+        for name, intensity in intensities.items():
+            axes.axvline(intensity, color="0.5", lw=0.9, ls=":")
+            where: dict[str, Any] = {"xy": (intensity, 0), "xycoords": axes.get_xaxis_transform(), "xytext": (3, 6)}
+            axes.annotate(name, **where, textcoords="offset points", rotation=90, fontsize="small", color="0.25")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:,g}")
+        axes.plot([], [], " ", label=f"slope: {bandwidth_gb_s:,.0f} GB/s")
+        _legend_above(figure, axes)
+    return figure
+
+
+@contextmanager
+def _axes(height: float) -> Iterator[tuple[Figure, Axes]]:
+    style: Any = sns.axes_style("whitegrid") | sns.plotting_context("notebook", font_scale=0.95)
+    look: dict[str, Any] = {
+        "axes.edgecolor": "0.6",
+        "grid.color": "0.9",
+        "hatch.linewidth": 0.7,
+        "legend.frameon": False,
+    }
+    with mpl.rc_context({**style, **look, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, figure.subplots()
+
+
+def _colour(number: int) -> str:
+    return PALETTE[number % len(PALETTE)]
+
+
+def _line(number: int) -> dict[str, Any]:
+    return {"color": _colour(number), "ls": LINES[number % len(LINES)], "lw": 2.0}
+
+
+def _legend_above(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(3, max(1, len(labels))))

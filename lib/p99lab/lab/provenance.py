@@ -1,0 +1,56 @@
+"""What code and what packages a run was made with. No host or user names, no absolute paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def environment() -> dict[str, Any]:
+    """Python and every installed package with its version."""
+    packages = {
+        distribution.metadata["Name"]: distribution.version for distribution in importlib.metadata.distributions()
+    }
+    return {
+        "python": platform.python_version(),
+        "implementation": platform.python_implementation(),
+        "packages": dict(sorted(packages.items(), key=lambda item: item[0].lower())),
+    }
+
+
+@dataclass(frozen=True)
+class GitState:
+    """The revision that ran, and how the working tree differed from it: `patch` in tracked files, others by name."""
+
+    revision: str | None
+    untracked: tuple[str, ...] = ()
+    patch: str = ""
+
+    @property
+    def is_dirty(self) -> bool:
+        return bool(self.untracked or self.patch)
+
+    def as_record(self) -> dict[str, Any]:
+        return {"revision": self.revision, "dirty": self.is_dirty, "untracked": list(self.untracked)}
+
+
+def git_state(root: Path) -> GitState:
+    """The state of the checkout at `root`; revision None where there is no git or no repository."""
+    revision = _git(root, "rev-parse", "HEAD")
+    if revision is None:
+        return GitState(None)
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard") or ""
+    patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""
+    return GitState(revision.strip(), tuple(untracked.splitlines()), patch)
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", root, *arguments], capture_output=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="surrogateescape").encode(errors="replace").decode()

@@ -1,0 +1,71 @@
+"""A run as one page: report.html, self-contained, readable offline, on a phone, in the dark and on paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import nbformat
+import yaml
+
+from p99lab.lab.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from nbconvert.exporters import HTMLExporter
+
+_TEMPLATES = Path(__file__).parent / "templates"
+
+
+def render(folder: RunFolder) -> str:
+    """The page of a run whose notebook and records are written: header, parameters, then the notebook, code folded."""
+    notebook = nbformat.read(folder.path / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    title, body = _split_title(notebook, folder.read_json("run.json")["notebook"])
+    page = {"title": title, "styles": _styles(), **_header(folder)}
+    html, _ = _exporter().from_notebook_node(body, resources={"page": page})
+    return str(html)
+
+
+def _header(folder: RunFolder) -> dict[str, Any]:
+    parameters = yaml.safe_load((folder.path / "parameters.yaml").read_text())
+    return {
+        "run": folder.read_json("run.json"),
+        "parameters": parameters or {},
+        "untracked": folder.read_json("git.json")["untracked"],
+        "has_patch": (folder.path / "patch.diff").exists(),
+    }
+
+
+def _split_title(notebook: nbformat.NotebookNode, fallback: str) -> tuple[str, nbformat.NotebookNode]:
+    """The first heading becomes the page's title and leaves the body, so that it is not shown twice."""
+    if not notebook.cells or notebook.cells[0].cell_type != "markdown":
+        return fallback, notebook
+    first, _, rest = notebook.cells[0].source.lstrip().partition("\n")
+    if not first.startswith("# "):
+        return fallback, notebook
+    notebook.cells[0].source = rest.strip()
+    return first.removeprefix("# ").strip(), notebook
+
+
+def _exporter() -> HTMLExporter:
+    from nbconvert.exporters import HTMLExporter
+
+    return HTMLExporter(  # type: ignore[no-untyped-call]
+        template_name="page",
+        extra_template_basedirs=[str(_TEMPLATES)],
+        preprocessors=[],
+        default_preprocessors=[],
+        exclude_anchor_links=True,
+        mathjax_url="",
+        require_js_url="",
+        jquery_url="",
+    )
+
+
+def _styles() -> str:
+    """The page's CSS, with Pygments' colours for light and for dark."""
+    from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
+
+    light = HtmlFormatter(style="friendly").get_style_defs(".highlight")
+    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
+    own = (_TEMPLATES / "page" / "page.css").read_text()
+    return f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n{own}"

@@ -1,0 +1,113 @@
+"""What a notebook leaves in its run folder, and shows on its page: the same numbers and the same pixels in both."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from p99lab.lab.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow as pa
+    from IPython.display import Image
+    from matplotlib.figure import Figure
+
+_DPI = 160
+
+
+class Shown:
+    """A table as a page shows it: no row numbers, numbers short, nothing for a missing value but a dash."""
+
+    def __init__(self, frame: pd.DataFrame) -> None:
+        self._frame = frame
+
+    def _repr_html_(self) -> str:
+        return str(self._text().to_html(index=False, border=0, escape=True))
+
+    def __repr__(self) -> str:
+        return str(self._text().to_string(index=False))
+
+    def _text(self) -> pd.DataFrame:
+        return self._frame.astype(object).map(shown)
+
+
+def table(name: str, frame: pd.DataFrame | pa.Table) -> Shown:
+    """Keep a table as `metrics/<name>.parquet`, and return it for display.
+
+    Raises:
+        SealedError: the run has ended.
+    """
+    import pandas as pd
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns = pa.Table.from_pandas(frame, preserve_index=False) if isinstance(frame, pd.DataFrame) else frame
+    buffer = io.BytesIO()
+    pq.write_table(columns, buffer)
+    RunFolder.current().write(f"metrics/{name}.parquet", buffer.getvalue())
+    return Shown(columns.to_pandas())
+
+
+def metrics(name: str, values: Mapping[str, Any]) -> Shown:
+    """Keep named values (plain, possibly nested) as `metrics/<name>.json`, and return them for display.
+
+    Raises:
+        SealedError: the run has ended.
+    """
+    import pandas as pd
+
+    RunFolder.current().write_json(f"metrics/{name}.json", dict(values))
+    return Shown(pd.DataFrame([{"name": key, "value": value} for key, value in _flat(values)]))
+
+
+def figure(name: str, drawing: Figure, alt: str = "") -> Image:
+    """Keep a figure as `figures/<name>.png`, and return that picture for display; `alt` says in words what it shows.
+
+    Raises:
+        SealedError: the run has ended.
+    """
+    from IPython.display import Image
+
+    buffer = io.BytesIO()
+    drawing.savefig(buffer, format="png", dpi=_DPI, facecolor="white")
+    RunFolder.current().write(f"figures/{name}.png", buffer.getvalue())
+    width = round(drawing.get_figwidth() * 96)  # CSS pixels; the picture itself is sharper
+    return Image(data=buffer.getvalue(), format="png", width=width, alt=alt or name.replace("_", " "))  # type: ignore[no-untyped-call]
+
+
+def shown(value: Any) -> str:
+    """A value in a table: four significant digits, no exponent, a dash for nothing."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(shown, value)) or "–"
+    if isinstance(value, (int, float)):
+        return _shown_number(value)
+    return str(value)
+
+
+def _shown_number(value: int | float) -> str:
+    if isinstance(value, int) or not math.isfinite(value):
+        return f"{value:,}".replace(",", " ")  # a thin space
+    if value == 0:
+        return "0"
+    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    return f"{value:,.{decimals}f}".replace(",", " ")
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Nested mappings as dotted names, in order; lists of mappings by number."""
+    rows: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            rows += _flat(value, f"{prefix}{key}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Mapping):
+            rows += _flat({str(number): item for number, item in enumerate(value)}, f"{prefix}{key}.")
+        else:
+            rows.append((f"{prefix}{key}", value))
+    return rows

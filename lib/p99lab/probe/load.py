@@ -1,0 +1,243 @@
+"""The driver: sends a load's queries to a target and records what each client sees."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from p99lab.probe.records import Outcome, Phase, RequestRecord
+from p99lab.probe.targets import Chunk, RequestError, Served, Target
+from p99lab.probe.workload import ClosedLoad, Load, OpenLoad, Query
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run stands, given after each request. `latest` is the record just made."""
+
+    elapsed_s: float
+    num_measured: int
+    num_failed: int
+    num_in_flight: int
+    latest: RequestRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """All records of a run in the order of their queries, and the target's counters before and after."""
+
+    records: tuple[RequestRecord, ...]
+    counters_before: dict[str, int]
+    counters_after: dict[str, int]
+
+
+async def drive(
+    target: Target,
+    load: Load,
+    queries: Iterator[Query],
+    *,
+    on_progress: Callable[[Progress], None] | None = None,
+    clock: Clock = time.perf_counter,
+    spin_s: float = 0.002,
+) -> Run:
+    """Run the load to its end.
+
+    Warm-up requests are followed by measured ones without a pause, and the load is kept up (`Phase.COOLDOWN`) until
+    the last measured request has ended: otherwise the last ones would be answered by an idle target. What is then
+    still in flight is cancelled. Cancelling this call closes every stream before it returns.
+
+    Args:
+        clock: seconds, must advance as the event loop's sleeps do.
+        spin_s: an open load stops sleeping this long before an arrival and polls, because timers of an event loop are
+            a millisecond coarse.
+    """
+    before = await target.counters()
+    sending = _Sending(target, load, queries, on_progress, clock, spin_s)
+    await sending.run()
+    records = tuple(sorted(sending.records, key=lambda record: record.index))
+    return Run(records, before, await target.counters())
+
+
+@dataclass(slots=True)
+class _Tape:
+    """What arrived of one answer, and when."""
+
+    times_s: list[float] = field(default_factory=list)
+    served: Served = field(default_factory=Served)
+
+    def add(self, chunk: Chunk, now_s: float) -> None:
+        self.times_s.extend([now_s] * chunk.num_tokens)
+        self.served = chunk.served or self.served
+
+
+@dataclass(slots=True)
+class _Sending:
+    """One run in progress."""
+
+    target: Target
+    load: Load
+    queries: Iterator[Query]
+    on_progress: Callable[[Progress], None] | None
+    clock: Clock
+    spin_s: float
+    records: list[RequestRecord] = field(default_factory=list)
+    origin_s: float = 0.0
+    num_taken: int = 0
+    num_in_flight: int = 0
+    measured_in_flight: int = 0
+    num_measured: int = 0
+    num_failed: int = 0
+    window_closed: bool = False  # no further query will be measured
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        self.origin_s = self.clock()
+        async with asyncio.TaskGroup() as group:
+            if isinstance(self.load, ClosedLoad):
+                clients = range(self.load.concurrency)
+                tasks = [group.create_task(self.client(self.load, number)) for number in clients]
+            else:
+                tasks = [group.create_task(self.arrivals(self.load))]
+            if self.load.duration_s is not None:
+                tasks.append(group.create_task(self.close_at(self.load.duration_s)))
+            await self.finished.wait()
+            for task in tasks:
+                task.cancel()
+
+    def now_s(self) -> float:
+        return self.clock() - self.origin_s
+
+    async def client(self, load: ClosedLoad, number: int) -> None:
+        while (query := self.take()) is not None:
+            await self.exchange(query, self.begin(query, self.now_s()), number)
+            await asyncio.sleep(load.think_time_s)  # even 0 lets the others run, should a target never wait
+
+    async def arrivals(self, load: OpenLoad) -> None:
+        async with asyncio.TaskGroup() as group:
+            while (query := self.take()) is not None:
+                intended_s = query.intended_s if query.intended_s is not None else self.now_s()
+                phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
+                await self.sleep_until(intended_s)
+                group.create_task(self.exchange(query, phase, None))
+
+    async def close_at(self, duration_s: float) -> None:
+        await self.sleep_until(duration_s)
+        self.close_window()
+
+    async def sleep_until(self, at_s: float) -> None:
+        while (left_s := at_s - self.now_s()) > 0:
+            await asyncio.sleep(max(0.0, left_s - self.spin_s))
+
+    def take(self) -> Query | None:
+        """The next query; None when there is nothing left to send for."""
+        query = None if self.finished.is_set() else next(self.queries, None)
+        if query is None:
+            self.close_window()
+        else:
+            self.num_taken += 1
+        return query
+
+    def begin(self, query: Query, at_s: float) -> Phase:
+        """The phase of the query just taken, to be sent at `at_s`; a measured one is owed from here on."""
+        phase = Phase.COOLDOWN if self.window_closed else self.phase_at(self.num_taken - 1, at_s)
+        if phase is Phase.MEASURED:
+            self.measured_in_flight += 1
+        load = self.load
+        if phase is Phase.COOLDOWN or (load.num_requests is not None and self.num_taken >= self.num_counted):
+            self.close_window()
+        return phase
+
+    def phase_at(self, order: int, at_s: float) -> Phase:
+        load = self.load
+        if load.duration_s is not None and at_s >= load.duration_s:
+            return Phase.COOLDOWN
+        if load.num_requests is not None:
+            return Phase.WARMUP if order < self.num_counted - load.num_requests else Phase.MEASURED
+        assert load.duration_s is not None  # a load has one of the two
+        return Phase.WARMUP if at_s < load.warmup_share * load.duration_s else Phase.MEASURED
+
+    @property
+    def num_counted(self) -> int:
+        """Requests of warm-up and measurement together, where they are counted."""
+        concurrency = self.load.concurrency if isinstance(self.load, ClosedLoad) else 1
+        return self.load.num_warmup_requests(concurrency) + (self.load.num_requests or 0)
+
+    def close_window(self) -> None:
+        self.window_closed = True
+        self.finish_if_done()
+
+    def finish_if_done(self) -> None:
+        if self.window_closed and self.measured_in_flight == 0:
+            self.finished.set()
+
+    async def exchange(self, query: Query, phase: Phase, client: int | None) -> None:
+        """Send one query and record what comes back, also when this is cancelled."""
+        tape, outcome, error = _Tape(), Outcome.CANCELLED, None
+        send_s = self.now_s()
+        self.num_in_flight += 1
+        try:
+            async with asyncio.timeout(self.load.timeout_s), aclosing(self.target.send(query)) as chunks:
+                async for chunk in chunks:
+                    tape.add(chunk, self.now_s())
+            outcome, error = (Outcome.OK, None) if tape.times_s else (Outcome.ERROR, "empty answer")
+        except TimeoutError:
+            outcome, error = Outcome.TIMEOUT, f"no end after {self.load.timeout_s:g} s"
+        except RequestError as failure:
+            outcome, error = failure.outcome, failure.kind
+        finally:
+            self.num_in_flight -= 1
+            self.keep(_record(query, phase, client, send_s, self.now_s(), tape, outcome, error))
+
+    def keep(self, record: RequestRecord) -> None:
+        self.records.append(record)
+        if record.phase is Phase.MEASURED:
+            self.measured_in_flight -= 1
+            self.num_measured += 1
+            self.num_failed += record.outcome is not Outcome.OK
+        if self.on_progress is not None:
+            self.on_progress(Progress(record.end_s, self.num_measured, self.num_failed, self.num_in_flight, record))
+        self.finish_if_done()
+
+
+def _record(
+    query: Query,
+    phase: Phase,
+    client: int | None,
+    send_s: float,
+    end_s: float,
+    tape: _Tape,
+    outcome: Outcome,
+    error: str | None,
+) -> RequestRecord:
+    served, timeline = tape.served, tape.served.timeline
+    num_prompt_tokens = served.num_prompt_tokens if served.num_prompt_tokens is not None else query.prompt.num_tokens
+    document_share = query.num_document_tokens / max(1, query.prompt.num_tokens)  # lengths may be estimates
+    return RequestRecord(
+        index=query.index,
+        phase=phase,
+        document=query.document,
+        client=client,
+        intended_s=query.intended_s,
+        send_s=send_s,
+        first_token_s=tape.times_s[0] if tape.times_s else None,
+        end_s=end_s,
+        token_times_s=tuple(tape.times_s),
+        outcome=outcome,
+        error=error,
+        max_tokens=query.max_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        num_document_tokens=round(document_share * num_prompt_tokens),
+        num_cached_tokens=served.num_cached_tokens,
+        num_output_tokens=served.num_output_tokens if served.num_output_tokens is not None else len(tape.times_s),
+        prompt_digest=query.prompt.digest,
+        queue_s=timeline.queue_s if timeline else None,
+        prefill_s=timeline.prefill_s if timeline else None,
+        decode_s=timeline.decode_s if timeline else None,
+        stalled_s=timeline.stalled_s if timeline else None,
+        scheduling_s=timeline.scheduling_s if timeline else None,
+        num_preemptions=timeline.num_preemptions if timeline else None,
+    )

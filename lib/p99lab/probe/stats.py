@@ -1,0 +1,426 @@
+"""From records to figures: latency metrics with intervals, lateness, cache check, steady window, attribution."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from hdrh.histogram import HdrHistogram
+from hdrh.log import HistogramLogWriter
+
+from p99lab.probe.intervals import Figure, FloatArray, effective_size, percentile, spread
+from p99lab.probe.load import Run
+from p99lab.probe.records import Outcome, Phase, RequestRecord
+from p99lab.probe.steady import SteadyWindow, steady_window
+from p99lab.probe.workload import CacheState, Load, OpenLoad
+
+LATENESS_LIMIT_S = 0.005
+LATENESS_SHARE = 0.01
+COLD_SHARE, COLD_TOKENS = 0.01, 32  # of a prompt, found by accident: a template's head, a line's first token
+PRIMED_SHARE = 0.90  # of the documents' tokens; block caches round down
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+METRICS = ("ttft", "itl", "tpot", "e2e", "queue_time", "ttft_from_send", "e2e_from_send")
+SHARES = ("lateness", "queue", "prefill", "decode", "stalled", "scheduling", "client")
+_TOP_S = 3600
+
+
+# --- metrics of requests --------------------------------------------------------------------------------------------
+
+
+def ttft(record: RequestRecord) -> float:
+    """Start of the clock to the first token, infinite where none came."""
+    return math.inf if record.first_token_s is None else record.first_token_s - record.start_s
+
+
+def e2e(record: RequestRecord) -> float:
+    """Start of the clock to the end, infinite where the answer is not whole."""
+    return record.end_s - record.start_s if record.outcome is Outcome.OK else math.inf
+
+
+def tpot(record: RequestRecord) -> float | None:
+    """(e2e − ttft) / (n − 1); None for answers of one token."""
+    if record.outcome is not Outcome.OK:
+        return math.inf
+    return (e2e(record) - ttft(record)) / (record.num_output_tokens - 1) if record.num_output_tokens > 1 else None
+
+
+def queue_time(record: RequestRecord) -> float | None:
+    """Start of the clock to admission as the engine accounts it, the client's lateness included; None without one."""
+    return None if record.queue_s is None else record.queue_s + record.send_s - record.start_s
+
+
+def gaps(records: Iterable[RequestRecord]) -> FloatArray:
+    """All gaps between two tokens (itl) of all records, in order of their ends, [gaps]."""
+    series = [np.asarray(record.token_times_s) for record in records if len(record.token_times_s) > 1]
+    if not series:
+        return np.empty(0)
+    ends = np.concatenate([times[1:] for times in series])
+    return np.asarray(np.concatenate([np.diff(times) for times in series])[np.argsort(ends, kind="stable")])
+
+
+def concurrency_at(times_s: FloatArray, records: Sequence[RequestRecord]) -> FloatArray:
+    """Requests in flight at each time, all phases, [times]; one that is sent at that very time counts."""
+    sent = np.sort([record.send_s for record in records])
+    ended = np.sort([record.end_s for record in records])
+    return np.asarray(
+        np.searchsorted(sent, times_s, side="right") - np.searchsorted(ended, times_s, side="right"), np.float64
+    )
+
+
+def metric_values(records: Sequence[RequestRecord]) -> dict[str, FloatArray]:
+    """Each metric's series in order of time, seconds; infinite for failures."""
+    queued = [value for record in records if (value := queue_time(record)) is not None]
+    per_token = [value for record in records if (value := tpot(record)) is not None]
+    lateness = np.array([record.send_s - record.start_s for record in records])
+    first, whole = np.array([ttft(record) for record in records]), np.array([e2e(record) for record in records])
+    return {
+        "ttft": first,
+        "itl": gaps(records),
+        "tpot": np.array(per_token),
+        "e2e": whole,
+        "queue_time": np.array(queued),
+        "ttft_from_send": first - lateness,
+        "e2e_from_send": whole - lateness,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """One metric, seconds. `percentiles` by name (p50, p90, p99, p999); `std` is its jitter."""
+
+    n: int
+    effective_n: int
+    num_failed: int
+    mean_s: float | None
+    max_s: float | None
+    std: Figure
+    percentiles: dict[str, Figure]
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, values: FloatArray, why_empty: str | None = None) -> Distribution:
+        """From a series in order of time; infinite values are failures."""
+        answered = values[np.isfinite(values)]
+        effective = effective_size(values)
+        return cls(
+            n=len(values),
+            effective_n=effective,
+            num_failed=len(values) - len(answered),
+            mean_s=float(answered.mean()) if len(answered) else None,
+            max_s=float(answered.max()) if len(answered) else None,
+            std=spread(values),
+            percentiles={name: percentile(values, q, effective) for name, q in QUANTILES.items()},
+            reason=None if len(values) else why_empty or "no such measurement",
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        figures = {name: figure.as_dict() for name, figure in self.percentiles.items()}
+        plain = {"n": self.n, "effective_n": self.effective_n, "num_failed": self.num_failed, "reason": self.reason}
+        ends = {"max": self.max_s, "mean": self.mean_s, "std": self.std.as_dict()}
+        return {"unit": "s", **plain, **figures, **ends}
+
+
+# --- checks ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lateness:
+    """How late the client itself sent (open loads). Void when its P99 exceeds either limit: 5 ms, or 1 % of the
+    median TTFT, whichever is smaller."""
+
+    n: int
+    p50_s: float | None
+    p99_s: float | None
+    max_s: float | None
+    limit_s: float | None
+
+    @property
+    def exceeded(self) -> bool:
+        return self.p99_s is not None and self.limit_s is not None and self.p99_s > self.limit_s
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord]) -> Lateness:
+        late = np.sort([record.send_s - record.intended_s for record in records if record.intended_s is not None])
+        if not len(late):
+            return cls(0, None, None, None, None)
+        answered = [value for record in records if math.isfinite(value := ttft(record))]
+        limit = min(LATENESS_LIMIT_S, LATENESS_SHARE * float(np.median(answered))) if answered else LATENESS_LIMIT_S
+        p50, p99 = (float(late[max(1, math.ceil(len(late) * q)) - 1]) for q in (0.5, 0.99))
+        return cls(len(late), p50, p99, float(late[-1]), limit)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "exceeded": self.exceeded}
+
+
+@dataclass(frozen=True, slots=True)
+class HitRates:
+    """What the target's cache held. `verdict`: as declared, contaminated, or unknown where nothing is reported.
+
+    `cached_share`: of the measured prompts' tokens. `document_share`: of what a primed cache would hold, the documents.
+    `counter_share`: by the target's own totals over the whole run, warm-up included.
+    """
+
+    declared: CacheState
+    verdict: str
+    cached_share: float | None
+    document_share: float | None
+    counter_share: float | None
+    reason: str | None = None
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], run: Run, declared: CacheState) -> HitRates:
+        known = [r for r in records if r.num_cached_tokens is not None and r.outcome is Outcome.OK]
+        counters = _counter_share(run)
+        cached = sum(record.num_cached_tokens or 0 for record in known)
+        prompts = sum(record.num_prompt_tokens for record in known)
+        documents = sum(min(record.num_document_tokens, record.num_prompt_tokens) for record in known)
+        share = cached / prompts if prompts else counters
+        of_documents = cached / documents if documents else None
+        allowed = COLD_SHARE + (COLD_TOKENS * len(known) / prompts if prompts else 0.0)
+        verdict, reason = _cache_verdict(declared, share, of_documents, allowed)
+        return cls(declared, verdict, share, of_documents, counters, reason)
+
+
+def _cache_verdict(
+    declared: CacheState, share: float | None, of_documents: float | None, allowed: float
+) -> tuple[str, str | None]:
+    if declared == "mixed":
+        return "as declared", None
+    if share is None:
+        return "unknown", "the target reports no cache hits"
+    if declared == "cold" and share > allowed:
+        return "contaminated", f"declared cold, but {share:.1%} of the prompts' tokens were cached"
+    held = share if of_documents is None else of_documents
+    if declared == "primed" and held < PRIMED_SHARE:
+        return "contaminated", f"declared primed, but only {held:.1%} of the documents' tokens were cached"
+    return "as declared", None
+
+
+def _counter_share(run: Run) -> float | None:
+    queried, cached = (
+        run.counters_after.get(name, 0) - run.counters_before.get(name, 0)
+        for name in ("num_queried_tokens", "num_cached_tokens")
+    )
+    return cached / queried if queried > 0 else None
+
+
+# --- where the time went --------------------------------------------------------------------------------------------
+
+
+def attribution(record: RequestRecord) -> dict[str, float] | None:
+    """A request's e2e time in shares that sum to it, seconds; None where the target keeps no account.
+
+    `lateness` before the client sent it · `queue`, `prefill`, `decode`, `stalled`, `scheduling` as the engine booked
+    them · `client` the rest: transport, and the client's own work.
+    """
+    if record.queue_s is None or record.outcome is not Outcome.OK:
+        return None
+    engine = {name: float(getattr(record, f"{name}_s") or 0.0) for name in SHARES[1:-1]}
+    rest = record.end_s - record.send_s - sum(engine.values())
+    return {"lateness": record.send_s - record.start_s, **engine, "client": rest}
+
+
+def attributions(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
+    """The attribution of the slowest request, of the P99 one (from n ≥ 100: below, it is the slowest), and the mean."""
+    known = sorted((r for r in records if attribution(r) is not None), key=e2e)
+    if not known:
+        return {}
+    at_p99 = known[math.ceil(0.99 * len(known)) - 1]
+    shares = [attribution(record) or {} for record in known]
+    mean = {name: float(np.mean([share[name] for share in shares])) for name in SHARES}
+    one = {
+        name: {"index": r.index, "e2e_s": e2e(r), "shares_s": attribution(r)}
+        for name, r in (("slowest", known[-1]), ("p99", at_p99))
+    }
+    return {**one, "mean": {"index": None, "e2e_s": float(np.mean([e2e(r) for r in known])), "shares_s": mean}}
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A run in figures. Metrics cover the measured requests of the steady window (all of them where there is none).
+
+    `void`: reasons for which its figures must not be used. `notes`: what a reader should know.
+    """
+
+    metrics: dict[str, Distribution]
+    counts: dict[str, int]
+    lateness: Lateness
+    hit_rates: HitRates
+    steady_window: SteadyWindow
+    attribution: dict[str, dict[str, Any]]
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    void: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, metrics at the top level by name."""
+        return {
+            **{name: metric.as_dict() for name, metric in self.metrics.items()},
+            "lateness": self.lateness.as_dict(),
+            "hit_rates": asdict(self.hit_rates),
+            "steady_window": self.steady_window.as_dict(),
+            "counts": self.counts,
+            "attribution": self.attribution,
+            "requests_per_s": self.requests_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            "void": list(self.void),
+            "notes": list(self.notes),
+        }
+
+
+def measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
+    """The requests that count, in order of their starts; those that we cancelled do not."""
+    counted = (r for r in records if r.phase is Phase.MEASURED and r.outcome is not Outcome.CANCELLED)
+    return sorted(counted, key=lambda record: (record.start_s, record.index))
+
+
+def find_steady_window(records: Sequence[RequestRecord]) -> SteadyWindow:
+    """The steady part of a run's measured requests, by e2e latency and by concurrency at their sends."""
+    counted = measured(records)
+    sends = np.array([record.send_s for record in counted])
+    starts, latency = np.array([r.start_s for r in counted]), np.array([e2e(r) for r in counted])
+    return steady_window(starts, latency, concurrency_at(sends, records))
+
+
+def summarise(run: Run, load: Load) -> Summary:
+    """All figures of a run."""
+    counted = measured(run.records)
+    window = find_steady_window(run.records)
+    used = counted[window.first : window.last + 1]
+    lateness = Lateness.of(used)
+    hits = HitRates.of(used, run, load.cache)
+    seconds = max((r.end_s for r in used), default=0.0) - min((r.start_s for r in used), default=0.0)
+    tokens = _tokens_between(run.records, used)
+    metrics = {name: Distribution.of(values, _why_empty(name)) for name, values in metric_values(used).items()}
+    return Summary(
+        metrics=metrics,
+        counts=_counts(run.records, used),
+        lateness=lateness,
+        hit_rates=hits,
+        steady_window=window,
+        attribution=attributions(used),
+        requests_per_s=_ended_between(run.records, used) / seconds if seconds > 0 else None,
+        output_tokens_per_s=tokens / seconds if seconds > 0 else None,
+        void=tuple(_void(counted, lateness, hits)),
+        notes=tuple(_notes(used, load, window, hits, metrics)),
+    )
+
+
+def _why_empty(metric: str) -> str | None:
+    return "the target does not report it" if metric == "queue_time" else None
+
+
+def _within(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> list[RequestRecord]:
+    """Answers of any phase that ended while the used ones were under way."""
+    if not used:
+        return []
+    begin, end = min(record.start_s for record in used), max(record.end_s for record in used)
+    return [record for record in run if record.outcome is Outcome.OK and begin <= record.end_s <= end]
+
+
+def _ended_between(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> int:
+    return len(_within(run, used))
+
+
+def _tokens_between(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> int:
+    return sum(record.num_output_tokens for record in _within(run, used))
+
+
+def _counts(records: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> dict[str, int]:
+    """Requests by phase, those the figures use, and their outcomes (errors by kind)."""
+    phases = Counter(str(record.phase) for record in records)
+    kinds = Counter(f"{r.outcome}: {r.error}" if r.error else str(r.outcome) for r in used)
+    return {**dict(phases), "used": len(used), **dict(kinds)}
+
+
+def _void(counted: Sequence[RequestRecord], lateness: Lateness, hits: HitRates) -> Iterable[str]:
+    if not any(record.outcome is Outcome.OK for record in counted):
+        yield "no measured request was answered"
+    if lateness.exceeded:
+        yield f"the client was late: P99 {_ms(lateness.p99_s)}, allowed {_ms(lateness.limit_s)}"
+    if hits.verdict == "contaminated" and hits.reason is not None:
+        yield hits.reason
+
+
+def _notes(
+    used: Sequence[RequestRecord],
+    load: Load,
+    window: SteadyWindow,
+    hits: HitRates,
+    metrics: dict[str, Distribution],
+) -> Iterable[str]:
+    if not isinstance(load, OpenLoad):
+        yield "closed load: timed from send; it measures capacity, not a tail under a given demand"
+    if window.verdict != "steady":
+        yield f"no steady window ({window.verdict}: {window.reason}): the figures cover all measured requests"
+    if hits.verdict == "unknown" and hits.reason is not None:
+        yield f"cache state not checked: {hits.reason}"
+    if metrics["e2e"].effective_n < metrics["e2e"].n:
+        yield f"correlated requests: {metrics['e2e'].n} are worth {metrics['e2e'].effective_n} independent ones"
+    answered = [record for record in used if record.outcome is Outcome.OK]
+    if short := sum(record.num_output_tokens < record.max_tokens for record in answered):
+        yield f"{short} of {len(answered)} answers are shorter than asked for"
+    if bundled := sum(len(record.token_times_s) < record.num_output_tokens for record in answered):
+        yield f"{bundled} of {len(answered)} answers came with several tokens in a chunk: itl is the gap between chunks"
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{1000 * seconds:.2f} ms"
+
+
+# --- goodput and histograms -----------------------------------------------------------------------------------------
+
+
+def goodput(points: Iterable[tuple[float, Figure]], slo_s: float) -> float | None:
+    """The highest rate whose figure (P99, as a rule) meets the SLO, and with it every lower rate measured; or None.
+
+    Args:
+        points: (rate, figure) in any order; a figure without a value does not meet it.
+    """
+    best = None
+    for rate, figure in sorted(points, key=lambda point: point[0]):
+        if figure.value is None or figure.value > slo_s:
+            break
+        best = rate
+    return best
+
+
+def histogram(values_s: FloatArray) -> HdrHistogram:
+    """Finite values in microseconds, three digits, up to an hour; histograms of this kind can be added."""
+    hdr = HdrHistogram(1, _TOP_S * 1_000_000, 3)
+    micros = np.clip(np.round(values_s[np.isfinite(values_s)] * 1e6), 1, _TOP_S * 1_000_000).astype(np.int64)
+    for value, times in zip(*np.unique(micros, return_counts=True), strict=True):
+        hdr.record_value(int(value), int(times))
+    return hdr
+
+
+def merged(encoded: Iterable[bytes]) -> HdrHistogram:
+    """One histogram of several encoded ones (`histogram(...).encode()`), of several runs, say."""
+    total = HdrHistogram(1, _TOP_S * 1_000_000, 3)
+    for one in encoded:
+        total.decode_and_add(one)
+    return total
+
+
+def write_histograms(values: dict[str, FloatArray], path: Path, began_unix_s: float, seconds: float) -> None:
+    """An HDR log (format 1.3) with one tagged histogram per metric, readable by HdrHistogram's own tools."""
+    with path.open("w") as file:
+        log = HistogramLogWriter(file)
+        log.output_log_format_version()
+        log.output_start_time(began_unix_s * 1000)
+        log.output_legend()
+        for name, series in values.items():
+            hdr = histogram(series)
+            hdr.set_tag(name)
+            hdr.set_start_time_stamp(began_unix_s * 1000)
+            hdr.set_end_time_stamp((began_unix_s + seconds) * 1000)
+            log.output_interval_histogram(hdr)

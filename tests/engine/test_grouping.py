@@ -1,0 +1,112 @@
+"""Prefix groups against their contract, checked by brute force."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p99lab.engine.grouping import group_rows, prefix_order
+from p99lab.engine.plan import PrefixGroup, Row
+from p99lab.engine.request import SamplingParams
+
+pytestmark = pytest.mark.light
+
+
+def row(pages: Sequence[int], num_computed_tokens: int) -> Row:
+    """A row that computes one token."""
+    token = np.ones(1, np.int32)
+    return Row("r", 0, token, num_computed_tokens, np.array(pages, np.int32), True, SamplingParams(), 0)
+
+
+def full(*pages: int) -> Row:
+    """A row over `pages` full pages of 4 tokens and a private one."""
+    return row([*pages, 1000], 4 * len(pages))
+
+
+def assert_contract(rows: Sequence[Row], groups: Sequence[PrefixGroup], page_size: int, min_shared: int) -> None:
+    for group in groups:
+        assert len(group.rows) >= 2
+        assert list(group.rows) == sorted(set(group.rows))
+        assert group.num_pages * page_size >= min_shared
+        stop = group.first_page + group.num_pages
+        shared = {tuple(rows[i].page_table[:stop].tolist()) for i in group.rows}
+        assert len(shared) == 1
+        assert all(rows[i].num_computed_tokens >= stop * page_size for i in group.rows)
+    for index in range(len(rows)):
+        covered = sorted((g.first_page, g.num_pages) for g in groups if index in g.rows)
+        assert [first for first, _ in covered] == [sum(n for _, n in covered[:i]) for i in range(len(covered))]
+
+
+def shared_pages(a: Row, b: Row, page_size: int) -> int:
+    num_pages = min(a.num_computed_tokens, b.num_computed_tokens) // page_size
+    same = [x == y for x, y in zip(a.page_table[:num_pages].tolist(), b.page_table[:num_pages].tolist(), strict=True)]
+    return same.index(False) if False in same else num_pages
+
+
+def covered_pages(groups: Sequence[PrefixGroup], index: int) -> int:
+    return sum(group.num_pages for group in groups if index in group.rows)
+
+
+def test_levels_nest() -> None:
+    rows = [full(1, 2, 3, 4), full(1, 2, 8), full(1, 2, 3, 5), full(1, 9), full(7)]
+    assert group_rows(rows, 4, 4) == (
+        PrefixGroup((0, 1, 2, 3), 0, 1),
+        PrefixGroup((0, 1, 2), 1, 1),
+        PrefixGroup((0, 2), 2, 1),
+    )
+
+
+def test_a_short_level_belongs_to_the_groups_below_it() -> None:
+    rows = [full(1, 2, 3, 4), full(1, 2, 3, 5), full(1, 6, 7), full(1, 6, 7), full(1, 9)]
+    assert group_rows(rows, 4, 8) == (PrefixGroup((0, 1), 0, 3), PrefixGroup((2, 3), 0, 3))
+
+
+def test_pages_still_being_computed_are_not_shared() -> None:
+    assert group_rows([row([1, 2], 7), row([1, 2], 7)], 4, 1) == (PrefixGroup((0, 1), 0, 1),)
+    assert group_rows([row([1], 3), row([1], 3)], 4, 1) == ()
+
+
+def test_nothing_to_share() -> None:
+    assert group_rows([], 4, 1) == ()
+    assert group_rows([full(1)], 4, 1) == ()
+    assert group_rows([full(1), full(2)], 4, 1) == ()
+
+
+@st.composite
+def some_rows(draw: st.DrawFn) -> tuple[list[Row], int]:
+    """Rows whose tables come from one tree: equal pages at an index mean equal pages before it."""
+    page_size = draw(st.sampled_from([1, 2, 4]))
+    pages: dict[tuple[int, ...], int] = {}
+    rows = []
+    for path in draw(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=9)):
+        table = [pages.setdefault(tuple(path[: i + 1]), len(pages)) for i in range(len(path))]
+        num_computed = draw(st.integers(max(0, (len(path) - 1) * page_size), len(path) * page_size))
+        rows.append(row([*table, 1000 + len(rows)], num_computed))
+    return rows, page_size
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(some_rows(), st.integers(1, 8))
+def test_contract_and_completeness(case: tuple[list[Row], int], min_shared: int) -> None:
+    rows, page_size = case
+    groups = group_rows(rows, page_size, min_shared)
+    assert_contract(rows, groups, page_size, min_shared)
+    for i, mine in enumerate(rows):
+        most = max((shared_pages(mine, other, page_size) for j, other in enumerate(rows) if i != j), default=0)
+        assert covered_pages(groups, i) <= most
+        if min_shared <= page_size:  # no level is too short: all that is shared is in a group
+            assert covered_pages(groups, i) == most
+        assert covered_pages(groups, i) > 0 or most * page_size < min_shared or most == 0
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(some_rows())
+def test_in_prefix_order_groups_are_contiguous(case: tuple[list[Row], int]) -> None:
+    rows, page_size = case
+    ordered = [rows[i] for i in prefix_order(rows, page_size)]
+    for group in group_rows(ordered, page_size, 1):
+        assert list(group.rows) == list(range(group.rows[0], group.rows[-1] + 1))

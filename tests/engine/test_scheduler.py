@@ -1,0 +1,445 @@
+"""The scheduler with an executor that knows, for every slot of the cache, which prefix its content belongs to.
+
+The executor samples a token as a function of the whole prefix, and every row must find at each earlier position of its
+page table the content of exactly its own prefix. A stale, foreign, early freed or overwritten page cannot pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from p99lab.caches.pages import PagePool
+from p99lab.caches.prefix_tree import PrefixTree
+from p99lab.engine.config import GroupingConfig, SchedulerConfig
+from p99lab.engine.grouping import group_rows
+from p99lab.engine.plan import Row, StepPlan, StepResult
+from p99lab.engine.request import FinishReason, Request, SamplingParams, Status
+from p99lab.engine.scheduler import Change, RequestTooLargeError, Scheduler
+from p99lab.errors import AccountingError, BadParameterError
+
+pytestmark = pytest.mark.light
+
+EOS = 3
+
+
+def next_token(prefix: Sequence[int]) -> int:
+    """0, 1 or 2, now and then EOS."""
+    value = hash(tuple(prefix)) % 97
+    return EOS if value < 4 else value % 3
+
+
+def expected_output(prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(sampling.max_tokens):
+        tokens.append(next_token(tokens))
+        if tokens[-1] in sampling.stop_token_ids or (tokens[-1] == EOS and not sampling.ignore_eos):
+            break
+    return tokens[len(prompt) :]
+
+
+class Executor:
+    """A cache of page × offset → the prefix whose key and value lie there."""
+
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+
+    def execute(self, plan: StepPlan, known: dict[str, tuple[int, ...]]) -> StepResult:
+        """`known`: all tokens of the requests in the plan, by request."""
+        for copy in plan.copies:
+            for offset in range(copy.num_tokens):
+                self.slots[copy.target, offset] = self.slots[copy.source, offset]
+        written = [self._write(row, known[row.request_id]) for row in plan.rows]
+        assert len(set().union(*written)) == sum(map(len, written)), "two rows write one slot"
+        sampled = tuple(self._attend(row, known[row.request_id]) for row in plan.rows)
+        return StepResult(plan.epoch, sampled, (None,) * len(plan.rows))
+
+    def _slot(self, row: Row, position: int) -> tuple[int, int]:
+        return int(row.page_table[position // self.page_size]), position % self.page_size
+
+    def _write(self, row: Row, tokens: tuple[int, ...]) -> set[tuple[int, int]]:
+        positions = range(row.num_computed_tokens, row.seq_len)
+        assert row.token_ids.tolist() == [tokens[position] for position in positions]
+        slots = {self._slot(row, position): tokens[: position + 1] for position in positions}
+        self.slots |= slots
+        return set(slots)
+
+    def _attend(self, row: Row, tokens: tuple[int, ...]) -> int | None:
+        assert len(row.page_table) == -(-row.seq_len // self.page_size)
+        for position in range(row.seq_len):
+            assert self.slots[self._slot(row, position)] == tokens[: position + 1], "stale or foreign content"
+        assert row.samples == (row.seq_len == len(tokens))
+        return next_token(tokens) if row.samples else None
+
+
+class Bench:
+    """A scheduler, its executor and the requests so far."""
+
+    def __init__(self, page_size: int = 4, num_pages: int = 64, prefix_cache: bool = True, grouping: bool = True, **config):
+        self.pool = PagePool(num_pages, page_size)
+        self.scheduler = Scheduler(
+            SchedulerConfig(**config),
+            GroupingConfig(enabled=grouping, min_shared_tokens=1),
+            PrefixTree(self.pool, prefix_cache),
+            eos_token_ids=(EOS,),
+        )
+        self.config = SchedulerConfig(**config)
+        self.executor = Executor(page_size)
+        self.requests: list[Request] = []
+        self.plan: StepPlan | None = None
+
+    def add(self, prompt: Sequence[int], max_tokens: int = 4, **options) -> Request:
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=options.pop("ignore_eos", True))
+        number = len(self.requests)
+        ids = np.array(prompt, np.int32)
+        request = Request.create(number, ids, sampling, float(number), self.pool.page_size, **options)
+        self.scheduler.add(request)
+        self.requests.append(request)
+        return request
+
+    def schedule(self) -> StepPlan | None:
+        self.plan = self.scheduler.schedule(0.0)
+        self.scheduler.check()
+        if self.plan is not None:
+            self.check_plan(self.plan)
+        return self.plan
+
+    def update(self) -> list[Change]:
+        known = {r.request_id: tuple(r.token_ids.tolist()) for r in self.requests}
+        result = self.executor.execute(self.plan, known)
+        self.plan = None
+        changes = self.scheduler.update(result)
+        self.scheduler.check()
+        return changes
+
+    def step(self) -> StepPlan | None:
+        plan = self.schedule()
+        if plan is not None:
+            self.update()
+        return plan
+
+    def run(self) -> int:
+        """Steps until nothing is left to do."""
+        num_steps = 0
+        while self.step() is not None:
+            num_steps += 1
+            assert num_steps < 3000, "no progress"
+        return num_steps
+
+    def check_plan(self, plan: StepPlan) -> None:
+        by_id = {r.request_id: r for r in self.scheduler.running}
+        rows = [(row, by_id[row.request_id]) for row in plan.rows]
+        assert len({row.request_id for row in plan.rows}) == len(rows) > 0
+        written = [row.page_table[row.num_computed_tokens // self.pool.page_size :] for row in plan.rows]
+        assert not self.pool.in_tree[np.concatenate(written)].any(), "a page of the tree is written"
+        prompts = [row for row, request in rows if row.num_scheduled_tokens > 1 or request.is_prefill]
+        if self.config.composition == "stock":
+            assert prompts == [] or len(prompts) == len(rows)
+            assert all(row.samples for row in plan.rows), "a prompt was split"
+            assert len(prompts) <= 1 or plan.num_tokens <= self.config.max_num_batched_tokens
+        else:
+            assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert len(self.scheduler.running) <= self.config.max_num_seqs
+        assert set(self.scheduler.turn.running) == set(self.scheduler.running)
+        if plan.groups:
+            assert plan.groups == group_rows(plan.rows, self.pool.page_size, 1)
+            for group in plan.groups:
+                assert list(group.rows) == list(range(group.rows[0], group.rows[-1] + 1))
+
+    def check_outputs(self) -> None:
+        for request in self.requests:
+            prompt = request.tokens[: request.num_prompt_tokens].tolist()
+            expected = expected_output(prompt, request.sampling)
+            output = request.token_ids[request.num_prompt_tokens :].tolist()
+            if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                assert output == expected
+                stopped = output[-1] == EOS and not request.sampling.ignore_eos
+                assert (request.finish_reason is FinishReason.STOP) == stopped
+            else:
+                assert output == expected[: len(output)]
+
+
+def test_one_request_from_prompt_to_end() -> None:
+    bench = Bench()
+    request = bench.add([0, 1, 2, 0, 1], max_tokens=3)
+    assert bench.run() == 3
+    assert (request.status, request.finish_reason) == (Status.FINISHED, FinishReason.LENGTH)
+    bench.check_outputs()
+    assert bench.pool.num_active == 0
+    assert not bench.scheduler.has_work
+
+
+def test_rows_are_copies() -> None:
+    bench = Bench()
+    request = bench.add([0, 1, 2, 0, 1])
+    plan = bench.schedule()
+    assert not np.shares_memory(plan.rows[0].token_ids, request.tokens)
+    assert not np.shares_memory(plan.rows[0].page_table, request.page_table)
+
+
+def test_chunks_fill_what_decode_rows_leave() -> None:
+    bench = Bench(max_num_batched_tokens=4)
+    bench.add([0, 1], max_tokens=8)
+    bench.step()
+    bench.add([2] * 7)
+    assert sorted(row.num_scheduled_tokens for row in bench.step().rows) == [1, 3]
+    assert sorted(row.num_scheduled_tokens for row in bench.step().rows) == [1, 3]
+    plan = bench.step()
+    assert [row.num_scheduled_tokens for row in plan.rows] == [1, 1]
+    assert all(row.samples for row in plan.rows)
+
+
+def test_stock_decodes_only_when_no_prompt_waits() -> None:
+    bench = Bench(composition="stock", max_num_batched_tokens=8)
+    bench.add([0, 1], max_tokens=8)
+    bench.step()
+    for prompt in ([0] * 5, [1] * 5, [2] * 12):
+        bench.add(prompt)
+    steps = [bench.step() for _ in range(4)]
+    assert [plan.num_tokens for plan in steps] == [5, 5, 12, 4]
+    assert [len(plan.rows) for plan in steps] == [1, 1, 1, 4]
+
+
+def test_a_document_is_found_again_to_the_token() -> None:
+    bench = Bench(page_size=4)
+    document = [0, 1, 2, 0, 1, 2, 1, 1, 0]
+    bench.add([*document, 2])
+    bench.run()
+    request = bench.add([*document, 1])
+    bench.run()
+    assert request.num_cached_tokens == len(document)
+    counters = bench.scheduler.counters
+    assert (counters.num_queries, counters.num_hits) == (2, 1)
+    assert (counters.num_queried_tokens, counters.num_cached_tokens) == (20, 9)
+    bench.check_outputs()
+
+
+def test_rows_over_one_document_form_a_group() -> None:
+    bench = Bench(page_size=2)
+    bench.add([0, 1, 2, 0, 1, 2])
+    bench.run()
+    bench.add([1, 1])
+    first, second = bench.add([0, 1, 2, 0, 1, 0, 0]), bench.add([0, 1, 2, 0, 1, 1, 1])
+    plan = bench.schedule()
+    (group,) = plan.groups
+    assert {plan.rows[i].request_id for i in group.rows} == {first.request_id, second.request_id}
+    assert (group.first_page, group.num_pages) == (0, 2)
+
+
+def test_equal_prompts_computed_side_by_side_end_up_on_the_same_pages() -> None:
+    bench = Bench(page_size=2)
+    first, second = bench.add([0, 1, 2, 0, 1]), bench.add([0, 1, 2, 0, 1])
+    bench.step()
+    assert first.pages[:2].tolist() == second.pages[:2].tolist()
+    assert first.pages[2] != second.pages[2]
+    bench.run()
+    bench.check_outputs()
+
+
+def test_when_pages_run_out_the_last_to_come_gives_way() -> None:
+    bench = Bench(page_size=2, num_pages=6, prefix_cache=False)
+    first, second = bench.add([0, 1, 2], max_tokens=8), bench.add([1, 1, 1], max_tokens=8)
+    preempted = []
+    while bench.step() is not None:
+        preempted += bench.scheduler.turn.preempted
+    assert preempted
+    assert set(preempted) == {second}
+    assert bench.scheduler.counters.num_preemptions == len(preempted)
+    assert first.finish_reason is FinishReason.LENGTH
+    bench.check_outputs()
+
+
+def test_the_least_urgent_gives_way_under_priority() -> None:
+    bench = Bench(page_size=2, num_pages=6, policy="priority")
+    first, second = bench.add([0, 1, 2], max_tokens=8, priority=1), bench.add([1, 1, 1], max_tokens=8, priority=0)
+    victims = set()
+    while bench.step() is not None:
+        victims |= set(bench.scheduler.turn.preempted)
+    assert victims == {first}
+    assert second.finish_reason is FinishReason.LENGTH
+    bench.check_outputs()
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    bench = Bench(page_size=2, num_pages=4)
+    bench.add([0] * 6, max_tokens=3)
+    with pytest.raises(RequestTooLargeError, match="needs 5 pages of 2 tokens, the pool has 4"):
+        bench.add([0] * 6, max_tokens=4)
+    bench.run()
+    bench.check_outputs()
+
+
+def test_two_live_requests_cannot_have_one_id() -> None:
+    bench = Bench()
+    bench.add([0], request_id="a")
+    with pytest.raises(BadParameterError):
+        bench.add([1], request_id="a")
+
+
+def test_cancel_while_a_step_is_in_flight_keeps_the_pages_until_it_ends() -> None:
+    bench = Bench(page_size=2)
+    request = bench.add([0, 1, 2])
+    bench.schedule()
+    assert bench.scheduler.cancel(request.request_id)
+    assert bench.pool.num_active == 2
+    (change,) = bench.update()
+    assert (change.request, change.token_id) == (request, None)
+    assert request.finish_reason is FinishReason.CANCELLED
+    assert request.num_output_tokens == 0
+    assert bench.pool.num_active == 0
+    assert not bench.scheduler.cancel(request.request_id)
+
+
+def test_cancel_while_waiting() -> None:
+    bench = Bench(max_num_seqs=1)
+    bench.add([0, 1])
+    waiting = bench.add([1, 1])
+    bench.schedule()
+    bench.scheduler.cancel(waiting.request_id)
+    assert waiting.status is Status.FINISHED
+    bench.update()
+    bench.run()
+
+
+def test_finish_ends_a_request_between_steps() -> None:
+    bench = Bench()
+    request = bench.add([0, 1], max_tokens=9)
+    bench.step()
+    bench.scheduler.finish(request, FinishReason.STOP)
+    bench.scheduler.finish(request, FinishReason.CANCELLED)
+    assert (request.finish_reason, request.num_output_tokens) == (FinishReason.STOP, 1)
+    assert bench.schedule() is None
+
+
+def test_steps_and_results_alternate() -> None:
+    bench = Bench()
+    bench.add([0, 1])
+    with pytest.raises(AccountingError):
+        bench.scheduler.update(StepResult(1, (0,), (None,)))
+    plan = bench.schedule()
+    with pytest.raises(AccountingError):
+        bench.scheduler.schedule(0.0)
+    with pytest.raises(AccountingError):
+        bench.scheduler.update(StepResult(plan.epoch + 1, (0,), (None,)))
+
+
+def test_what_waits_next_is_evicted_last() -> None:
+    bench = Bench(page_size=2, num_pages=10, max_num_seqs=1)
+    for prompt in ([0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]):
+        bench.add(prompt, max_tokens=1)
+    bench.run()
+    bench.add([0, 1, 0, 1, 0, 1, 0, 1], max_tokens=1)  # needs room
+    next_one = bench.add([0, 0, 0, 0, 1], max_tokens=1)  # will find the least recently used
+    bench.run()
+    assert next_one.num_cached_tokens == 4
+
+
+class Serving(RuleBasedStateMachine):
+    """Requests come, are cancelled and finish at any moment, over pools too small for them."""
+
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(8, 24),
+        prefix_cache=st.booleans(),
+        grouping=st.booleans(),
+        composition=st.sampled_from(["chunked", "stock"]),
+        policy=st.sampled_from(["fcfs", "priority", "deadline"]),
+        max_num_batched_tokens=st.integers(1, 12),
+        max_num_seqs=st.integers(1, 5),
+    )
+    def start(self, **config) -> None:
+        self.bench = Bench(**config)
+
+    @rule(
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=10),
+        max_tokens=st.integers(1, 8),
+        ignore_eos=st.booleans(),
+        priority=st.integers(0, 2),
+        deadline_s=st.none() | st.integers(0, 5).map(float),
+    )
+    def add(self, prompt: list[int], max_tokens: int, **options) -> None:
+        pool = self.bench.pool
+        if pool.pages_for(len(prompt) + max_tokens - 1) <= pool.num_pages:
+            self.bench.add(prompt, max_tokens, **options)
+        else:
+            with pytest.raises(RequestTooLargeError):
+                self.bench.add(prompt, max_tokens, **options)
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data(), num_more=st.integers(0, 3), max_tokens=st.integers(1, 6))
+    def ask_again(self, data: st.DataObject, num_more: int, max_tokens: int) -> None:
+        """A prompt that goes on from what another request has so far."""
+        earlier = data.draw(st.sampled_from(self.bench.requests))
+        self.add([*earlier.token_ids.tolist()[:10], *[1] * num_more], max_tokens, ignore_eos=True)
+
+    @precondition(lambda self: self.bench.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        if self.bench.schedule() is None:
+            assert not self.bench.scheduler.has_work
+
+    @precondition(lambda self: self.bench.plan is not None)
+    @rule()
+    def update(self) -> None:
+        self.bench.update()
+
+    @precondition(lambda self: self.bench.plan is None)
+    @rule(num_steps=st.integers(1, 6))
+    def steps(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.bench.step()
+
+    @precondition(lambda self: self.bench.requests)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(self.bench.requests))
+        is_live = request.status is not Status.FINISHED
+        assert self.bench.scheduler.cancel(request.request_id) == is_live
+
+    @invariant()
+    def sound(self) -> None:
+        if hasattr(self, "bench"):
+            self.bench.scheduler.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "bench"):
+            if self.bench.plan is not None:
+                self.bench.update()
+            self.bench.run()
+            self.bench.check_outputs()
+            assert all(request.status is Status.FINISHED for request in self.bench.requests)
+            assert self.bench.pool.num_active == 0
+
+
+TestServing = Serving.TestCase
+TestServing.settings = settings(deadline=None, derandomize=True, max_examples=200, stateful_step_count=30)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(
+    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(1, 8)), min_size=1, max_size=8),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 8),
+)
+def test_tokens_do_not_depend_on_how_steps_are_put_together(
+    asked: list[tuple[list[int], int]], page_size: int, budget: int
+) -> None:
+    for composition in ("chunked", "stock"):
+        for prefix_cache in (True, False):
+            bench = Bench(
+                page_size,
+                num_pages=-(-20 // page_size),  # any one fits; several must give way
+                prefix_cache=prefix_cache,
+                composition=composition,
+                max_num_batched_tokens=budget,
+            )
+            for prompt, max_tokens in asked:
+                bench.add(prompt, max_tokens, ignore_eos=False)
+            bench.run()
+            bench.check_outputs()

@@ -77,9 +77,11 @@ def run_command(
     Exit codes: 0 done, 2 bad parameters, 3 deliverable missing, 10 error in a cell, 20 timed out, 30 kernel died,
     40 pre-empted (SIGTERM or SIGUSR1), 130 interrupted from the keyboard.
     """
+    from p99lab.lab.job import prepare
+
+    job = prepare(notebook, tier, parameter or [])
     with needs_extra("lab", "p99lab run"):
         from p99lab.lab import progress, runner
-    job = runner.prepare(notebook, tier, parameter or [])
     with progress.ConsoleProgress(out) as observer:
         outcome = runner.run(job, observer, out_dir, cell_timeout)
     progress.print_outcome(outcome, out)
@@ -215,6 +217,25 @@ def _show_progress(status: Status) -> Callable[[Progress], None]:
 
 
 # --- bench ----------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="plan (the control plane alone) or cpu (beside transformers).")],
+    as_json: Annotated[bool, typer.Option("--json", help="Rows with hardware and revision as JSON.")] = False,
+) -> None:
+    """Measure speed: each figure beside its floor by arithmetic, and beside a peer in the same run.
+
+    `× floor` is 1 at the floor and larger when worse; `× peer` is above 1 where this project is better.
+    """
+    with needs_extra("engine", f"p99lab bench {name}"):
+        from p99lab.lab.bench import report
+
+        rows = report.run(name)
+    if as_json:
+        out.print_json(data=report.as_record(rows))
+    else:
+        out.print(report.table(rows))
 
 
 @contextmanager

@@ -143,6 +143,35 @@ def test_least_recently_used_leaves_go_first_and_from_their_tail() -> None:
     tree.check([])
 
 
+def test_a_grant_counts_as_a_use() -> None:
+    tree = PrefixTree(PagePool(16, page_size=2))
+    filled(tree, ids(1, 2), ids(3, 4))
+    assert num_found(tree, ids(1, 2)) == 2
+    tree.evict(1)
+    assert num_found(tree, ids(3, 4)) == 0
+    assert num_found(tree, ids(1, 2)) == 2
+
+
+def test_forget_all_but_some() -> None:
+    tree = PrefixTree(PagePool(16, page_size=2))
+    filled(tree, ids(1, 2, 3, 4, 5), ids(1, 2, 7, 8), ids(9, 9, 9))
+    tree.forget_except([ids(1, 2, 3, 4)])
+    assert len(tree.pages()) == 2
+    assert num_found(tree, ids(1, 2, 3, 4)) == 4
+    tree.check([])
+    tree.forget_except([])
+    assert len(tree.pages()) == 0
+
+
+def test_disabled_later_what_is_kept_is_not_found() -> None:
+    tree = PrefixTree(PagePool(8, page_size=2))
+    filled(tree, ids(1, 2, 3, 4))
+    tree.enabled = False
+    assert num_found(tree, ids(1, 2, 3, 4)) == 0
+    tree.enabled = True
+    assert num_found(tree, ids(1, 2, 3, 4)) == 4
+
+
 def test_a_leaf_is_trimmed_down_to_what_is_held() -> None:
     tree = PrefixTree(PagePool(8, page_size=2))
     filled(tree, ids(1, 2, 3, 4, 5, 6, 7, 8))

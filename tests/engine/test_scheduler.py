@@ -81,7 +81,9 @@ class Executor:
 class Bench:
     """A scheduler, its executor and the requests so far."""
 
-    def __init__(self, page_size: int = 4, num_pages: int = 64, prefix_cache: bool = True, grouping: bool = True, **config):
+    def __init__(
+        self, page_size: int = 4, num_pages: int = 64, prefix_cache: bool = True, grouping: bool = True, **config
+    ):
         self.pool = PagePool(num_pages, page_size)
         self.scheduler = Scheduler(
             SchedulerConfig(**config),
@@ -147,6 +149,7 @@ class Bench:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(self.scheduler.running) <= self.config.max_num_seqs
         assert set(self.scheduler.turn.running) == set(self.scheduler.running)
+        assert not (self.scheduler.turn.preempted and self.scheduler.turn.admitted)
         if plan.groups:
             assert plan.groups == group_rows(plan.rows, self.pool.page_size, 1)
             for group in plan.groups:
@@ -193,6 +196,16 @@ def test_chunks_fill_what_decode_rows_leave() -> None:
     plan = bench.step()
     assert [row.num_scheduled_tokens for row in plan.rows] == [1, 1]
     assert all(row.samples for row in plan.rows)
+
+
+def test_decode_rows_come_before_even_the_most_urgent_prompt() -> None:
+    bench = Bench(max_num_batched_tokens=4, policy="priority")
+    decoding = bench.add([0, 1], max_tokens=8, priority=1)
+    bench.step()
+    bench.add([2] * 12, priority=0)
+    for num_tokens in range(2, 5):
+        bench.step()
+        assert decoding.num_output_tokens == num_tokens
 
 
 def test_stock_decodes_only_when_no_prompt_waits() -> None:
@@ -251,6 +264,7 @@ def test_when_pages_run_out_the_last_to_come_gives_way() -> None:
     assert preempted
     assert set(preempted) == {second}
     assert bench.scheduler.counters.num_preemptions == len(preempted)
+    assert bench.scheduler.counters.num_queries == 2
     assert first.finish_reason is FinishReason.LENGTH
     bench.check_outputs()
 
@@ -334,7 +348,7 @@ def test_what_waits_next_is_evicted_last() -> None:
     for prompt in ([0, 0, 0, 0], [1, 1, 1, 1], [2, 2, 2, 2]):
         bench.add(prompt, max_tokens=1)
     bench.run()
-    bench.add([0, 1, 0, 1, 0, 1, 0, 1], max_tokens=1)  # needs room
+    bench.add([5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5], max_tokens=1)  # six pages where four are free
     next_one = bench.add([0, 0, 0, 0, 1], max_tokens=1)  # will find the least recently used
     bench.run()
     assert next_one.num_cached_tokens == 4
@@ -423,7 +437,9 @@ TestServing.settings = settings(deadline=None, derandomize=True, max_examples=20
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(1, 8)), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=12), st.integers(1, 8)), min_size=1, max_size=8
+    ),
     st.sampled_from([1, 2, 4]),
     st.integers(1, 8),
 )

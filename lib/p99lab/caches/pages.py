@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -77,19 +78,21 @@ class PagePool:
 
     def pin(self, pages: IntArray) -> None:
         """One more reference on each of `pages`, all of them in the tree."""
-        if not self.in_tree[pages].all():
-            raise AccountingError(f"pin of pages outside the tree: {pages[~self.in_tree[pages]].tolist()}")
-        before = self.references[pages]
-        self.references[pages] = before + 1
+        index = pages.astype(np.intp)  # once, where numpy would convert at every use
+        if not self.in_tree[index].all():
+            raise AccountingError(f"pin of pages outside the tree: {pages[~self.in_tree[index]].tolist()}")
+        before = self.references[index]
+        self.references[index] = before + 1
         self.num_cached -= len(before) - int(np.count_nonzero(before))
 
     def unpin(self, pages: IntArray) -> None:
         """One reference less on each of `pages`; a page without any is then cached if in the tree, else free."""
-        left = self.references[pages] - 1
+        index = pages.astype(np.intp)
+        left = self.references[index] - 1
         if (left < 0).any():
             raise AccountingError(f"unpin of pages without a reference: {pages[left < 0].tolist()}")
-        self.references[pages] = left
-        released = pages[left == 0]
+        self.references[index] = left
+        released = index[left == 0]
         cached = self.in_tree[released]
         self.num_cached += int(np.count_nonzero(cached))
         self._free(released[~cached])
@@ -137,15 +140,28 @@ class PagePool:
             return np.empty(0, np.int32)
         edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1])
         starts, lengths = edges[0::2], edges[1::2] - edges[0::2]
-        chosen = _fewest_runs(lengths, num_pages)
-        taken = lengths[chosen]
-        taken[-1] -= taken.sum() - num_pages
+        fitting = np.flatnonzero(lengths >= num_pages)
+        if len(fitting):
+            start = starts[fitting[lengths[fitting].argmin()]]
+            return np.arange(start, start + num_pages, dtype=np.int32)
+        return self._gather(starts, lengths, num_pages)
+
+    @staticmethod
+    def _gather(starts: NDArray[np.intp], lengths: NDArray[np.intp], num_pages: int) -> IntArray:
+        """`num_pages` from the fewest of these runs, none of which suffices: the longest, then one for the rest."""
+        longest_first = np.argsort(-lengths)
+        num_whole = int(np.searchsorted(np.cumsum(lengths[longest_first]), num_pages))
+        whole, others = longest_first[:num_whole], longest_first[num_whole:]
+        rest = num_pages - lengths[whole].sum()
+        shortest_for_rest = others[np.count_nonzero(lengths[others] >= rest) - 1]
+        chosen = np.append(whole, shortest_for_rest)
+        taken = np.append(lengths[whole], rest)
         order = np.argsort(starts[chosen])
         starts, taken = starts[chosen][order], taken[order]
         offsets = np.cumsum(taken) - taken  # where each run begins in the result
         return (np.repeat(starts - offsets, taken) + np.arange(num_pages)).astype(np.int32)
 
-    def _free(self, pages: IntArray) -> None:
+    def _free(self, pages: NDArray[np.integer[Any]]) -> None:
         self._is_free[pages + 1] = True
         self.num_free += len(pages)
 
@@ -153,13 +169,3 @@ class PagePool:
     def _require(ok: NDArray[np.bool_], problem: str) -> None:
         if not ok.all():
             raise AccountingError(f"pages {np.flatnonzero(~ok).tolist()}: {problem}")
-
-
-def _fewest_runs(lengths: NDArray[np.intp], total: int) -> NDArray[np.intp]:
-    """Indices of the fewest runs that hold `total` >= 1 pages: the longest, then the shortest that takes the rest."""
-    longest_first = np.argsort(-lengths, kind="stable")
-    num_whole = int(np.searchsorted(np.cumsum(lengths[longest_first]), total))
-    whole, others = longest_first[:num_whole], longest_first[num_whole:]
-    rest = total - lengths[whole].sum()
-    best = others[np.count_nonzero(lengths[others] >= rest) - 1]
-    return np.append(whole, best)

@@ -175,6 +175,15 @@ class Engine:
             self._undelivered.append(self._ending(live, None, "", None, FinishReason.CANCELLED))
             return True
 
+    def quiesce(self) -> None:
+        """Cancel whatever is left, also what clients have asked for but the step loop has not taken in yet."""
+        if self._loop is not None:
+            self._loop.wait_for_inbox()
+        with self._lock:
+            for request_id in list(self._live):
+                self.cancel(request_id)
+            self._undelivered.clear()
+
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[Completion]:

@@ -23,9 +23,9 @@ def convert(gguf: Path, directory: Path) -> None:
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)
-    config = model.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    for key in ("quantization_config", "_name_or_path"):
-        config.pop(key, None)
+    config = {key: value for key, value in model.config.to_diff_dict().items() if not key.startswith("_")}
+    config |= {"architectures": ["LlamaForCausalLM"]}
+    config.pop("quantization_config", None)
     _write_json(directory / "config.json", config)
     generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(directory / "generation_config.json", generation)
@@ -39,13 +39,15 @@ def _convert_tokenizer(gguf: Path, directory: Path, max_length: int) -> None:
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     backend = tokenizer.backend_tokenizer
     if _pre_tokenizer_name(gguf) == "smollm":
-        # transformers drops the split of digits that GGUF only names; without it "\n\n1" encodes as three tokens, not two
+        # GGUF only names the split of digits, and transformers drops it: "\n\n1" would be three tokens instead of two
         backend.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
     backend.save(str(directory / "tokenizer.json"))
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    settings = {name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name) is not None}
-    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": max_length}
-    settings |= {"clean_up_tokenization_spaces": False}
+    settings: dict[str, Any] = {
+        name: str(getattr(tokenizer, name)) for name in names if getattr(tokenizer, name) is not None
+    }
+    settings |= {"model_max_length": max_length, "clean_up_tokenization_spaces": False}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
     _write_json(directory / "tokenizer_config.json", settings)
     if tokenizer.chat_template is not None:
         (directory / "chat_template.jinja").write_text(tokenizer.chat_template)

@@ -23,7 +23,7 @@ from p99lab.engine.policy import POLICIES
 from p99lab.engine.request import FinishReason, Request, Status
 from p99lab.errors import AccountingError, BadParameterError
 
-NUM_PROTECTED = 8  # waiting requests whose cached prefix is evicted last; matching more would cost the step
+NUM_PROTECTED = 4  # waiting requests whose cached prefix is evicted last; matching more would cost the step
 
 
 class RequestTooLargeError(BadParameterError):
@@ -57,6 +57,7 @@ class Counters:
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_refusals: int = 0  # admissions that had to wait for pages
 
 
 class Composition(Protocol):
@@ -306,6 +307,7 @@ class Scheduler:
         while self.waiting and room > 0 and len(self.running) < self._max_num_seqs:
             request = self.waiting[0]
             if not self._start(request):
+                self.counters.num_refusals += 1
                 break
             self.running.append(self.waiting.pop(0))
             admitted.append(request)

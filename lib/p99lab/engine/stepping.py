@@ -37,6 +37,14 @@ class StepLoop:
         self._inbox.put(None)
         self._thread.join()
 
+    def wait_for_inbox(self) -> None:
+        """Return once every command submitted so far has been applied."""
+        applied = threading.Event()
+        self._submit(applied.set)
+        while not applied.wait(timeout=0.1):
+            if not self._thread.is_alive():
+                raise RuntimeError("the engine's step loop has ended") from self._error
+
     async def stream(self, add: Callable[[OnEvent], str]) -> AsyncGenerator[TokenEvent, None]:
         """Events of one request. `add(on_event)` enters it into the engine, in this loop's thread, and returns its id.
 

@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -239,7 +239,7 @@ class _Session:
             saving.cancel()
 
     @contextlib.asynccontextmanager
-    async def _client(self, stopped: asyncio.Future[None]) -> Any:
+    async def _client(self, stopped: asyncio.Future[None]) -> AsyncIterator[NotebookClient | Ending]:
         """A client whose kernel answers, or the ending where it does not come to that."""
         from nbclient import NotebookClient
 
@@ -301,7 +301,7 @@ class _Session:
         if problem is None:
             return None
         if isinstance(problem, CellExecutionError):
-            return _of_error(problem.ename, problem.evalue, where)
+            return of_error(problem.ename, problem.evalue, where)
         if not isinstance(problem, DeadKernelError):
             raise problem
         if self._stop.received is not None:  # a scheduler signals the kernel as well as the runner
@@ -320,10 +320,11 @@ class _Session:
             self._journal.save_if_due()
 
 
-def _of_error(name: str, value: str, where: str) -> Ending:
+def of_error(name: str, value: str, where: str) -> Ending:
     """What an exception in a cell means; `sys.exit` ends the run with the code it was given."""
     if name != "SystemExit":
-        return Ending("failed", 10, f"{where}: {name}: {value.strip().splitlines()[0] if value.strip() else ''}")
+        said = [name, *value.strip().splitlines()[:1]]
+        return Ending("failed", 10, f"{where}: {': '.join(said)}")
     if value in ("", "None", "0"):
         return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
     code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1

@@ -39,7 +39,8 @@ async def run_kernel(run_dir: Path, environment: Mapping[str, str]) -> AsyncIter
         try:
             yield manager
         finally:
-            await manager.shutdown_kernel()
+            if manager.has_kernel:
+                await manager.shutdown_kernel(now=not await manager.is_alive())
     finally:
         reap(run_dir)
         shutil.rmtree(sockets, ignore_errors=True)

@@ -6,15 +6,17 @@ in the cell after the injected one, so that values changed by hand in JupyterLab
 
 from __future__ import annotations
 
+import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field
+from pydantic.fields import FieldInfo
 
 from p99lab import project
 from p99lab.errors import BadParameterError, did_you_mean
@@ -31,6 +33,34 @@ class Environment00(StrictModel):
     disk_mib: int = Field(ge=1)
     launches: int = Field(ge=1)  # tiny GPU kernels per timing
     repeats: int = Field(ge=1)
+
+
+class Headline01(StrictModel):
+    """The headline scenario's sizes; lengths in tokens. A tier changes sizes, never the method."""
+
+    model: str  # a name of `p99lab models list`, a directory, or dummy:<geometry>
+    dtype: Literal["float32", "bfloat16", "float16"]
+    device: str
+    threads: int = Field(ge=0)  # of torch on a CPU; 0 leaves its own choice
+    random_tokens: int | None = Field(None, ge=2)  # documents of random ids of this vocabulary, for random weights
+    num_documents: int = Field(ge=1)
+    document_tokens_min: int = Field(ge=1)
+    document_tokens_max: int = Field(ge=1)
+    question_tokens_min: int = Field(ge=1)
+    question_tokens_max: int = Field(ge=1)
+    answer_tokens: int = Field(ge=1)
+    concurrency: int = Field(ge=1)  # clients of the closed load
+    max_num_seqs: int = Field(ge=1)
+    chunk_tokens: int = Field(ge=1)  # prompt and decode tokens of a step, from `+chunked` on
+    requests_for_p99: int = Field(ge=1)  # closed, for `stock` and the full set; a P99 needs 368
+    requests_for_p90: int = Field(ge=1)  # closed, for the arms between them; a P90 needs 36
+    requests_without_cache: int = Field(ge=1)  # closed, for `no cache`
+    num_blocks: int = Field(ge=1)  # an arm's requests are spread over as many blocks
+    open_requests: int = Field(ge=0)  # 0 leaves the open load out
+    open_share: float = Field(gt=0, lt=1)  # of what `stock` answers per second under the closed load
+    max_block_s: float = Field(gt=0)  # a block ends then, whatever is left of its requests
+    slo_p99_s: float = Field(gt=0)
+    seed: int = Field(ge=0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +85,23 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                     "metrics/capabilities.parquet",
                     "metrics/summary.parquet",
                     "figures/roofline.png",
+                ),
+            ),
+            Contract(
+                "01_headline_p99",
+                Headline01,
+                (
+                    "metrics/requests.parquet",
+                    "metrics/summary.parquet",
+                    "metrics/attribution.parquet",
+                    "metrics/hit_rates.parquet",
+                    "metrics/windows.parquet",
+                    "metrics/figures.parquet",
+                    "metrics/claims.parquet",
+                    "figures/ablation.png",
+                    "figures/ecdf.png",
+                    "figures/timeline.png",
+                    "figures/attribution.png",
                 ),
             ),
         )
@@ -144,14 +191,20 @@ def _override(text: str, model: type[StrictModel]) -> tuple[str, Any]:
     if not equals:
         raise BadParameterError(f"'{text}' is not name=value")
     field = model.model_fields.get(name)
-    takes_text = field is not None and str in (field.annotation, *typing.get_args(field.annotation))
-    return name, _nothing_or(raw if takes_text else _read_yaml(raw, name), field)
+    return name, _nothing_or(raw if str in _choices(field) else _read_yaml(raw, name), field)
 
 
-def _nothing_or(value: Any, field: Any) -> Any:
+def _nothing_or(value: Any, field: FieldInfo | None) -> Any:
     """None for a written null where the field takes None; anything else as it is."""
-    optional = field is not None and type(None) in typing.get_args(field.annotation)
-    return None if optional and value in ("", "~", "null", "none", "None") else value
+    return None if type(None) in _choices(field) and value in ("~", "null", "none", "None") else value
+
+
+def _choices(field: FieldInfo | None) -> tuple[Any, ...]:
+    """The types a field takes: the members of its union, or the one."""
+    if field is None:
+        return ()
+    is_union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(field.annotation) if is_union else (field.annotation,)
 
 
 def _is_literal(name: str, value: Any) -> bool:

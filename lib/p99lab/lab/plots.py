@@ -146,16 +146,21 @@ def roofline(bandwidth_gb_s: float, rates_gflop_s: Mapping[str, float], intensit
 
 @contextmanager
 def _axes(height: float) -> Iterator[tuple[Figure, Axes]]:
-    style: Any = sns.axes_style("whitegrid") | sns.plotting_context("notebook", font_scale=0.95)
-    look: dict[str, Any] = {
+    with mpl.rc_context(_style()):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, figure.subplots()
+
+
+def _style() -> Any:
+    base = sns.axes_style("whitegrid") | sns.plotting_context("notebook", font_scale=0.95)
+    return base | {
         "axes.edgecolor": "0.6",
+        "axes.spines.right": False,
+        "axes.spines.top": False,
         "grid.color": "0.9",
         "hatch.linewidth": 0.7,
         "legend.frameon": False,
     }
-    with mpl.rc_context({**style, **look, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        yield figure, figure.subplots()
 
 
 def _colour(number: int) -> str:

@@ -20,12 +20,12 @@ import yaml
 from papermill.engines import Engine, papermill_engines  # type: ignore[import-untyped]
 
 from p99lab import project
-from p99lab.errors import BadParameterError
-from p99lab.lab import parameters, provenance, report
+from p99lab.lab import provenance, report
 from p99lab.lab.execution import COMPLETED, Ending, Execution, Observer, StopSignal
+from p99lab.lab.job import Job
+from p99lab.lab.parameters import Contract
 from p99lab.lab.run_folder import RunFolder
 from p99lab.observe import hardware
-from p99lab.strict import StrictModel
 
 NOTEBOOK = "notebook.ipynb"
 REPORT = "report.html"
@@ -42,16 +42,6 @@ class LabEngine(Engine):  # type: ignore[misc]
 
 
 @dataclass(frozen=True)
-class Job:
-    """One notebook to run with parameters that were validated already."""
-
-    notebook: Path
-    contract: parameters.Contract
-    tier: str
-    parameters: StrictModel
-
-
-@dataclass(frozen=True)
 class Outcome:
     """A run that has ended, well or not; its folder is sealed."""
 
@@ -61,19 +51,6 @@ class Outcome:
     @property
     def report(self) -> Path:
         return self.folder.path / REPORT
-
-
-def prepare(name: str, tier: str, overrides: list[str]) -> Job:
-    """Find a notebook by number or slug and validate its parameters; nothing is started or written.
-
-    Raises:
-        BadParameterError: unknown notebook, tier or parameter, or a value that does not fit.
-    """
-    contract = parameters.find(name)
-    notebook = project.notebooks_dir() / f"{contract.notebook}.ipynb"
-    if not notebook.is_file():
-        raise BadParameterError(f"notebook {contract.notebook} is declared but {notebook.name} is not there")
-    return Job(notebook, contract, tier, parameters.load(contract, tier, overrides))
 
 
 def run(job: Job, observer: Observer, parent: Path | None = None, cell_timeout_s: float | None = None) -> Outcome:
@@ -147,7 +124,7 @@ def _execute(job: Job, execution: Execution) -> None:
         return  # said again by papermill from the outputs; the ending already tells
 
 
-def _with_deliverables(ending: Ending, folder: RunFolder, contract: parameters.Contract) -> Ending:
+def _with_deliverables(ending: Ending, folder: RunFolder, contract: Contract) -> Ending:
     missing = folder.missing(contract.deliverables)
     if ending.exit_code != 0 or not missing:
         return ending

@@ -53,16 +53,17 @@ def fingerprint() -> dict[str, Any]:
 
 
 def label(fingerprint: dict[str, Any]) -> str:
-    """One line for a table: `AMD EPYC, 2 CPUs, 23 GiB, no GPU`."""
+    """One line for a table and a key for the ledger: `AMD EPYC, 2 CPUs, no GPU`."""
     cpu, gpus = fingerprint["cpu"], fingerprint["gpus"]
     gpu = f"{len(gpus)}× {gpus[0]['name']}" if gpus else "no GPU"
-    return f"{cpu['model']}, {cpu['usable']} CPUs, {fingerprint['memory_bytes'] / 2**30:.0f} GiB, {gpu}"
+    return f"{cpu['model']}, {cpu['usable']} CPUs, {gpu}"
 
 
 def _digest(machine: dict[str, Any]) -> str:
+    """Stable on one machine: the host's memory is left out, for a virtual machine's total may grow as it is used."""
     gpus = [(gpu["name"], gpu["memory_bytes"]) for gpu in machine["gpus"]]
     cpu = machine["cpu"]
-    parts = (cpu["model"], cpu["usable"], round(machine["memory_bytes"] / 2**30), machine["numa_nodes"], gpus)
+    parts = (cpu["model"], cpu["usable"], machine["numa_nodes"], gpus)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from p99lab.errors import BadParameterError
 from p99lab.probe.documents import Span
-from p99lab.probe.intervals import Figure
+from p99lab.probe.intervals import Figure, min_n
 from p99lab.probe.load import Progress, Run, drive
 from p99lab.probe.records import write_parquet
 from p99lab.probe.stats import QUANTILES, Distribution, Summary, measured, metric_values, summarise, write_histograms
@@ -217,7 +217,7 @@ def to_csv(result: ProbeResult) -> str:
 def to_rows(result: ProbeResult) -> list[list[str]]:
     """The table for people, milliseconds: metric, n, then a cell per figure with its interval."""
     return [
-        [name, str(metric.n), *(_cell(figure) for figure in _figures(metric).values())]
+        [name, str(metric.n), *(_cell(column, figure) for column, figure in _figures(metric).items())]
         for name, metric in result.summary.metrics.items()
         if metric.n
     ]
@@ -275,12 +275,13 @@ def _figures(distribution: Distribution) -> dict[str, Figure]:
     return {**distribution.percentiles, "max": largest, "std": distribution.std}
 
 
-def _cell(figure: Figure) -> str:
+def _cell(name: str, figure: Figure) -> str:
     if figure.value is None:
-        return "n too small" if figure.reason and "small" in figure.reason else "failed"
-    bounds = "" if figure.low is None and figure.high is None else f" [{_ms(figure.low)}, {_ms(figure.high)}]"
+        needed = min_n(QUANTILES[name]) if name in QUANTILES else 1
+        return f"n < {needed}" if figure.n < needed else "–" if name == "std" else "failed"
+    bounds = "" if figure.low is None and figure.high is None else f"\n{_ms(figure.low)} … {_ms(figure.high)}"
     return f"{_ms(figure.value)}{bounds}"
 
 
 def _ms(seconds: float | None) -> str:
-    return "–" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"
+    return "?" if seconds is None else f"{1000 * seconds:.3g}" if seconds < 1 else f"{1000 * seconds:.0f}"

@@ -28,8 +28,10 @@ CHARS_PER_TOKEN = 3.5  # Python source under the usual 50k-vocabularies; only us
 _DEFINED = re.compile(r"^\s*(?:def|class)\s+([A-Za-z]\w{3,})", re.MULTILINE)
 _WORD = re.compile(r"[A-Za-z]{5,}")
 _LEFT_OUT = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "encodings", "__pycache__", "lib2to3", "distutils"}
+    {"site-packages", "dist-packages", "test", "tests", "encodings", "__pycache__", "lib2to3", "distutils", "idle_test"}
 )
+_LINE_START = re.compile(r"(?<=\n)(?=[A-Za-z])")
+_PIECE_CHARS = 8192
 _ANSWER = "\nAnswer:"
 
 
@@ -145,27 +147,27 @@ def fresh(document: Document, rng: np.random.Generator, tokenize: Tokenize | Non
 
 
 def cut(text: str, num_tokens: int, tokenize: Tokenize | None = None) -> Passage:
-    """The beginning of `text` that is `num_tokens` long, or the longest below that where no cut is exact."""
+    """The beginning of `text` that is `num_tokens` long; all of it where it is shorter.
+
+    Where no cut between two characters is exact, the ids are (of a slightly longer text), and the text falls short.
+    """
     if tokenize is None:
         return Passage.of(text[: round(num_tokens * CHARS_PER_TOKEN)], None)
-    end, best = min(len(text), max(1, int(num_tokens * CHARS_PER_TOKEN))), Passage.of("", ())
+    below, above = Passage.of("", ()), None
+    end = min(len(text), max(1, int(num_tokens * CHARS_PER_TOKEN)))
     tried: set[int] = set()
-    while end not in tried:
+    while end not in tried:  # a secant: tokens are nearly linear in characters
         tried.add(end)
         passage = Passage.of(text[:end], tokenize(text[:end]))
-        best = _nearer(best, passage, num_tokens)
         missing = num_tokens - passage.num_tokens
+        if missing == 0:
+            return passage
+        below, above = (passage, above) if missing > 0 else (below, passage)
         step = int(missing * end / max(1, passage.num_tokens)) or int(np.sign(missing))
         end = min(max(1, end + step), len(text))
-    for near in (end + offset for offset in range(-8, 9)):  # a secant that turns in circles: look around
-        if best.num_tokens == num_tokens:
-            break
-        best = _nearer(best, Passage.of(text[:near], tokenize(text[:near])), num_tokens) if near > 0 else best
-    return best
-
-
-def _nearer(best: Passage, passage: Passage, num_tokens: int) -> Passage:
-    return passage if best.num_tokens < passage.num_tokens <= num_tokens else best
+    if above is None or above.token_ids is None:
+        return below
+    return Passage.of(below.text, above.token_ids[:num_tokens])
 
 
 def _document(
@@ -177,22 +179,44 @@ def _document(
     begun: set[object],
 ) -> Document:
     sources: list[str] = []
-    body = ""
-    while True:
+    names: tuple[str, ...] = ()
+    whole = Passage.of("", None if tokenize is None else ())
+    while whole.num_tokens < num_tokens:
         try:
             path, text = next(texts)
         except StopIteration:
             raise BadParameterError(f"the sources are used up at document {index} of {num_tokens} tokens") from None
+        if not sources:
+            names = _names(text)
+            text = f"{_first_word(names, rng, tokenize, begun)} {index}: sources of {path}\n\n{text}"
+        else:
+            text = f"file: {path}\n\n{text}"
         sources.append(path)
-        body += f"# file: {path}\n{text}\n"
-        if len(body) < num_tokens * CHARS_PER_TOKEN:
-            continue
-        names = _names(body)
-        word = _first_word(names, rng, tokenize, begun)
-        passage = cut(f"{word} {index}: sources of {sources[0]}\n\n{body}", num_tokens, tokenize)
-        if tokenize is None or passage.num_tokens >= num_tokens - 1:
-            begun.add(_first(passage))
-            return Document(index, passage, tuple(n for n in names if n in passage.text)[:64], " + ".join(sources))
+        for piece in _pieces(text):
+            whole = _extended(whole, piece, num_tokens, tokenize)
+    begun.add(_first(whole))
+    asked = tuple(name for name in names if name in whole.text)[:64]
+    return Document(index, whole, asked, " + ".join(sources))
+
+
+def _pieces(text: str) -> list[str]:
+    """A long text in parts that tokenise to the same ids as the whole: tokenisers break between a line's end and a
+    letter. They take time more than linear in what they get at once."""
+    parts = [""]
+    for line in _LINE_START.split(text + "\n"):
+        if len(parts[-1]) > _PIECE_CHARS:
+            parts.append("")
+        parts[-1] += line
+    return parts
+
+
+def _extended(passage: Passage, piece: str, num_tokens: int, tokenize: Tokenize | None) -> Passage:
+    """The passage and as much of the next piece as it has room for."""
+    room = num_tokens - passage.num_tokens
+    if room <= 0:
+        return passage
+    longer = passage.then(Passage.of(piece, None if tokenize is None else tokenize(piece)))
+    return longer if longer.num_tokens <= num_tokens else passage.then(cut(piece, room, tokenize))
 
 
 def _first_word(names: tuple[str, ...], rng: np.random.Generator, tokenize: Tokenize | None, begun: set[object]) -> str:

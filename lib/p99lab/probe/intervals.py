@@ -99,8 +99,7 @@ def autocorrelation_time(values: FloatArray) -> float:
     for the mean's having been estimated.
     """
     n = len(values)
-    ranks = _ranks(values)
-    ranks -= ranks.mean()
+    ranks = _ranks(values) - (n + 1) / 2.0
     if n < 8 or not ranks.any():
         return 1.0
     spectrum = np.fft.rfft(ranks, 2 * n)

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 from hdrh.histogram import HdrHistogram
-from hdrh.log import HistogramLogWriter
 
 from p99lab.probe.intervals import Figure, FloatArray, effective_size, percentile, spread
 from p99lab.probe.load import Run
@@ -412,15 +411,20 @@ def merged(encoded: Iterable[bytes]) -> HdrHistogram:
 
 
 def write_histograms(values: dict[str, FloatArray], path: Path, began_unix_s: float, seconds: float) -> None:
-    """An HDR log (format 1.3) with one tagged histogram per metric, readable by HdrHistogram's own tools."""
-    with path.open("w") as file:
-        log = HistogramLogWriter(file)
-        log.output_log_format_version()
-        log.output_start_time(began_unix_s * 1000)
-        log.output_legend()
-        for name, series in values.items():
-            hdr = histogram(series)
-            hdr.set_tag(name)
-            hdr.set_start_time_stamp(began_unix_s * 1000)
-            hdr.set_end_time_stamp((began_unix_s + seconds) * 1000)
-            log.output_interval_histogram(hdr)
+    """An HDR log with one tagged histogram per metric, readable by HdrHistogram's own tools.
+
+    Written here: the library's writer knows no tags.
+    """
+    lines = ["#[Histogram log format version 1.3]", f"#[StartTime: {began_unix_s:.3f} (seconds since epoch)]"]
+    lines.append('"StartTimestamp","Interval_Length","Interval_Max","Interval_Compressed_Histogram"')
+    for name, series in values.items():
+        hdr = histogram(series)
+        largest_s = hdr.get_max_value() / 1e6
+        lines.append(f"Tag={name},{began_unix_s:.3f},{seconds:.3f},{largest_s:.6f},{hdr.encode().decode()}")
+    path.write_text("\n".join(lines) + "\n")
+
+
+def read_histograms(path: Path) -> dict[str, HdrHistogram]:
+    """The histograms of such a log by metric; `merged` takes their `encode()`."""
+    rows = [line.split(",") for line in path.read_text().splitlines() if line.startswith("Tag=")]
+    return {tag.removeprefix("Tag="): HdrHistogram.decode(payload) for tag, _, _, _, payload in rows}

@@ -1,10 +1,14 @@
 """Where a run is steady: a stated test for drift of latency and of concurrency.
 
 The series, in order of time, is cut into 8 to 20 blocks of equal count, each several autocorrelation times long where
-the series allows, so that block medians are nearly independent; their trend is tested by Mann–Kendall (two-sided, 1 %),
-and its size is the Theil–Sen slope over the whole series as a share of the median. A series drifts if its trend is
-both significant and larger than 10 %: a long run makes any trend significant, a short one any slope large. The window
-starts at the first block from which neither latency nor concurrency drifts, at most half of the run being dropped.
+the series allows, so that block medians are nearly independent. They are tested for a trend by Mann–Kendall (two-sided,
+1 %); the trend's size is the difference between the medians of the last and the first third, as a share of the whole's.
+A series drifts if its trend is both significant and larger than 10 %: a long run makes any trend significant, a short
+one any difference large. The first half is tested by itself too, because a slow start hides in a long calm after it.
+
+The steady window begins with the first block from which neither latency nor concurrency drifts; less than half of the
+run may be dropped. Once something was dropped, the rest must not change by more than 10 % whatever the significance: a
+drift is not to pass because what is left of it is short.
 """
 
 from __future__ import annotations
@@ -26,14 +30,13 @@ _MIN_BLOCKS, _MAX_BLOCKS, _LEAST_TESTED = 8, 20, 6
 
 @dataclass(frozen=True, slots=True)
 class Trend:
-    """`change`: from the first to the last block, as a share of the median. `p_value`: of no trend at all."""
+    """`change`: from the first to the last third of the blocks, as a share of the median. `p_value`: of no trend."""
 
     change: float
     p_value: float
 
-    @property
-    def drifts(self) -> bool:
-        return self.p_value < SIGNIFICANCE and abs(self.change) > MATERIAL_CHANGE
+    def drifts(self, significance: float = SIGNIFICANCE) -> bool:
+        return self.p_value <= significance and abs(self.change) > MATERIAL_CHANGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,40 +71,61 @@ def steady_window(start_s: FloatArray, latency_s: FloatArray, concurrency: Float
     whole = (0, n - 1, float(start_s[0]) if n else 0.0, float(start_s[-1]) if n else 0.0)
     if n < MIN_REQUESTS:
         return SteadyWindow("cannot tell", f"{n} of the {MIN_REQUESTS} requests it takes", *whole)
-    edges = block_edges(latency_s)
-    for dropped in range(min(len(edges) // 2, len(edges) - _LEAST_TESTED)):
-        trends = [trend(series, edges[dropped:]) for series in (latency_s, concurrency)]
-        if not any(found.drifts for found in trends):
-            first = edges[dropped]
+    series = {"latency": _with_failures_slowest(latency_s), "concurrency": concurrency}
+    edges = block_edges(series["latency"])
+    for dropped in range(min((len(edges) - 1) // 2, len(edges) - _LEAST_TESTED)):
+        first = edges[dropped]
+        if not _drifting({name: values[first:] for name, values in series.items()}, dropped > 0):
+            trends = [trend(values, edges[dropped:]) for values in series.values()]
             return SteadyWindow("steady", None, first, n - 1, float(start_s[first]), whole[3], *trends)
-    trends = [trend(series, edges) for series in (latency_s, concurrency)]
-    names = [name for name, found in zip(("latency", "concurrency"), trends, strict=True) if found.drifts]
-    return SteadyWindow("drifting", f"{' and '.join(names) or 'latency'} never settles", *whole, *trends)
+    names = " and ".join(_drifting(series, False)) or "latency"
+    return SteadyWindow(
+        "drifting", f"{names} never settles", *whole, *(trend(values, edges) for values in series.values())
+    )
 
 
 def block_edges(values: FloatArray) -> list[int]:
     """Where blocks begin and the last one ends (blocks + 1 places); longer blocks for a correlated series.
 
-    The correlation is that of what remains after a straight line is taken out: a drift is not to hide behind itself.
+    The correlation is the median of the quarters' own, each without its straight line: a drift is not to hide itself.
     """
     n = len(values)
-    capped = np.minimum(values, np.max(values, where=np.isfinite(values), initial=0.0))
-    order = np.arange(n)
-    rest = capped - np.polyval(np.polyfit(order, capped, 1), order)
-    num_blocks = min(_MAX_BLOCKS, max(_MIN_BLOCKS, int(n / (4.0 * autocorrelation_time(rest)))), n // 5)
+    time = float(np.median([autocorrelation_time(_detrended(part)) for part in np.array_split(values, 4)]))
+    num_blocks = min(_MAX_BLOCKS, max(_MIN_BLOCKS, int(n / (4.0 * time))), max(2, n // 5))
     return [round(n * block / num_blocks) for block in range(num_blocks + 1)]
 
 
+def _detrended(values: FloatArray) -> FloatArray:
+    order = np.arange(len(values))
+    return np.asarray(values - np.polyval(np.polyfit(order, values, 1), order)) if len(values) > 2 else values
+
+
 def trend(values: FloatArray, edges: list[int]) -> Trend:
-    """The trend of the block medians of a series: Theil–Sen change and Mann–Kendall p-value (corrected for ties)."""
-    medians = np.array([np.median(values[a:b]) for a, b in itertools.pairwise(edges)])
+    """The trend of the block medians of a series (Mann–Kendall with ties, Kendall 1975)."""
+    medians = np.array([np.median(values[begin:end]) for begin, end in itertools.pairwise(edges)])
     later, earlier = np.tril_indices(len(medians), -1)
+    score = float(np.sign(medians[later] - medians[earlier]).sum())
+    third = max(1, len(medians) // 3)
     centre = float(np.median(medians))
-    with np.errstate(invalid="ignore"):
-        rises = np.nan_to_num(medians[later] - medians[earlier])  # two blocks of failures are equal
-    slope = float(np.median(rises / (later - earlier)))
-    change = slope * (len(medians) - 1) / centre if centre > 0 and math.isfinite(centre) else 0.0
-    return Trend(change, _mann_kendall(float(np.sign(rises).sum()), medians))
+    change = (np.median(medians[-third:]) - np.median(medians[:third])) / centre if centre > 0 else 0.0
+    return Trend(float(change), _mann_kendall(score, medians))
+
+
+def _drifting(series: dict[str, FloatArray], rest: bool) -> list[str]:
+    """The names of those that drift, over their whole length or over their first half."""
+    return [
+        name for name, values in series.items() if _drifts(values, rest) or _drifts(values[: len(values) // 2], rest)
+    ]
+
+
+def _drifts(values: FloatArray, rest: bool) -> bool:
+    return trend(values, block_edges(values)).drifts(1.0 if rest else SIGNIFICANCE)
+
+
+def _with_failures_slowest(latency_s: FloatArray) -> FloatArray:
+    """Failures as finite values above all others, so that medians and slopes exist."""
+    slowest = np.max(latency_s, where=np.isfinite(latency_s), initial=0.0)
+    return np.asarray(np.minimum(latency_s, 2.0 * slowest))
 
 
 def _mann_kendall(score: float, values: FloatArray) -> float:

@@ -1,0 +1,19 @@
+"""What tests of several parts share."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning OpenMP threads starve busy cores
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_dir() -> Path:
+    """SmolLM2-135M-Instruct's directory, fetched into the user's cache on first use. Mark such tests `model`."""
+    from p99lab.engine import model_store
+
+    return model_store.fetch("smollm2-135m")

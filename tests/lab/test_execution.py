@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import errno
+from typing import Any
+from unittest import mock
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from p99lab.lab import execution
+from p99lab.lab.execution import COMPLETED, Ending, Journal
+from p99lab.lab.run_folder import UnwritableError
+
+
+@pytest.fixture
+def notebook() -> nbformat.NotebookNode:
+    cells = [
+        new_markdown_cell("# Title\n\ntext"),
+        new_code_cell("a = 1"),
+        new_code_cell("  \n"),
+        new_markdown_cell("## Run"),
+        new_code_cell("b = 2"),
+        new_code_cell("c = 3"),
+    ]
+    return new_notebook(cells=cells, metadata={"papermill": {}})
+
+
+def statuses(notebook: nbformat.NotebookNode) -> list[str]:
+    return [cell.metadata.papermill["status"] for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def test_a_cell_is_completed_only_once_it_ended(notebook: nbformat.NotebookNode, quiet: Any) -> None:
+    observer = quiet()
+    journal = Journal(notebook, lambda _: None, observer)
+    journal.cell_started(1)
+    assert statuses(notebook) == ["running", "empty", "pending", "pending"]
+    journal.cell_ended(1, "completed")
+    journal.cell_started(4)
+    journal.cell_ended(4, "failed")
+    journal.run_ended(Ending("failed", 10), 1.0)
+    assert statuses(notebook) == ["completed", "empty", "failed", "not run"]
+    assert notebook.metadata.papermill.exception is True
+    assert [row["status"] for row in journal.cells()] == ["completed", "failed", "not run"]
+    assert observer.told == [
+        ("started", 1, 3, "Title"),
+        ("ended", 1, 3, "completed"),
+        ("started", 2, 3, "Run"),
+        ("ended", 2, 3, "failed"),
+    ]
+
+
+def test_saving_costs_a_bounded_share_of_the_time(notebook: nbformat.NotebookNode, quiet: Any) -> None:
+    now, spent = 0.0, 0.0
+
+    def save(_: object) -> None:
+        nonlocal now, spent
+        now, spent = now + 2.0, spent + 2.0  # a notebook so large that each save takes two seconds
+
+    with mock.patch.object(execution.time, "monotonic", side_effect=lambda: now):
+        journal = Journal(notebook, save, quiet())
+        while now < 1000.0:
+            now += 0.5
+            journal.save_if_due()
+    assert 0.02 * now <= spent <= 0.06 * now
+
+
+def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNode, quiet: Any) -> None:
+    full = UnwritableError("no space")
+    full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    journal = Journal(notebook, mock.Mock(side_effect=full), quiet())
+    journal.cell_started(1)
+    assert "no space" in journal.save_problems[0]
+    with pytest.raises(UnwritableError):
+        journal.run_ended(COMPLETED, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ending"),
+    [
+        ("ValueError", "first\nsecond", ("failed", 10, "cell 1: ValueError: first")),
+        ("ValueError", "", ("failed", 10, "cell 1: ValueError")),
+        ("SystemExit", "3", ("exited", 3, "cell 1 called sys.exit(3)")),
+        ("SystemExit", "-1", ("exited", 255, "cell 1 called sys.exit(-1)")),
+        ("SystemExit", "256", ("exited", 1, "cell 1 called sys.exit(256)")),
+        ("SystemExit", "no luck", ("exited", 1, "cell 1 called sys.exit(no luck)")),
+        ("SystemExit", "0", ("completed", 0, "ended early: cell 1 called sys.exit(0)")),
+        ("SystemExit", "", ("completed", 0, "ended early: cell 1 called sys.exit()")),
+    ],
+)
+def test_what_an_exception_in_a_cell_means(name: str, value: str, ending: tuple[str, int, str]) -> None:
+    assert execution.of_error(name, value, "cell 1") == Ending(*ending)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from p99lab.lab import provenance
+
+pytestmark = pytest.mark.light
+
+
+def git(root: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.invalid"]
+    subprocess.run(["git", "-C", root, *identity, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "a.py").write_text("a = 1\n")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "--quiet", "-m", "one")
+    return tmp_path
+
+
+def test_a_clean_checkout(checkout: Path) -> None:
+    state = provenance.git_state(checkout)
+    assert state.revision is not None
+    assert len(state.revision) == 40
+    assert state.as_record() == {"revision": state.revision, "dirty": False, "untracked": []}
+
+
+def test_changes_are_a_patch_and_new_files_a_name(checkout: Path) -> None:
+    (checkout / "a.py").write_text("a = 2\n")
+    (checkout / "b.py").write_text("secret = 3\n")
+    state = provenance.git_state(checkout)
+    assert state.is_dirty
+    assert state.untracked == ("b.py",)
+    assert "+a = 2" in state.patch
+    assert "secret" not in state.patch
+
+
+def test_the_patch_restores_the_change(checkout: Path) -> None:
+    (checkout / "a.py").write_text("a = 2\n")
+    patch = provenance.git_state(checkout).patch
+    git(checkout, "checkout", "a.py")
+    subprocess.run(["git", "-C", checkout, "apply"], input=patch.encode(), check=True)
+    assert (checkout / "a.py").read_text() == "a = 2\n"
+
+
+def test_no_repository_and_no_git_are_both_no_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert provenance.git_state(tmp_path) == provenance.GitState(None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert provenance.git_state(tmp_path) == provenance.GitState(None)
+
+
+def test_environment_knows_the_packages_and_no_paths() -> None:
+    record = provenance.environment()
+    assert record["packages"]["numpy"]
+    assert "/" not in "".join(record["packages"].values())

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from matplotlib.figure import Figure
+from p99lab.lab import results
+from p99lab.lab.run_folder import ENVIRONMENT_VARIABLE, RunFolder, SealedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    folder = RunFolder.create(tmp_path)
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(folder.path))
+    return folder
+
+
+def test_a_table_is_kept_exact_and_shown_short(folder: RunFolder) -> None:
+    page = results.table("t", pd.DataFrame({"arm": ["<stock>"], "p99": [1.23456789], "n": [12345], "why": [None]}))
+    kept = pq.read_table(folder.path / "metrics/t.parquet")
+    assert kept.to_pylist() == [{"arm": "<stock>", "p99": 1.23456789, "n": 12345, "why": None}]
+    html = page._repr_html_()
+    assert "1.235" in html
+    assert "&lt;stock&gt;" in html
+    assert "1.234" not in html
+    assert "12 345" in repr(page)
+
+
+def test_an_arrow_table_will_do(folder: RunFolder) -> None:
+    results.table("t", pa.table({"x": [1, None]}))
+    assert pq.read_table(folder.path / "metrics/t.parquet").to_pylist() == [{"x": 1}, {"x": None}]
+
+
+def test_metrics_keep_their_shape_and_show_flat(folder: RunFolder) -> None:
+    values = {"cpu": {"cores": 2}, "gpus": [{"name": "a"}], "flags": ["x", "y"], "torch": None}
+    page = results.metrics("m", values)
+    assert folder.read_json("metrics/m.json") == values
+    assert [line.split() for line in repr(page).splitlines()[1:]] == [
+        ["cpu.cores", "2"],
+        ["gpus.0.name", "a"],
+        ["flags", "x,", "y"],
+        ["torch", "–"],
+    ]
+
+
+def test_the_figure_on_the_page_is_the_file(folder: RunFolder) -> None:
+    image = results.figure("f", Figure(figsize=(2, 1)), alt="nothing much")
+    content = (folder.path / "figures/f.png").read_bytes()
+    assert content.startswith(b"\x89PNG")
+    data, metadata = image._repr_mimebundle_()
+    assert image.data == content
+    assert "image/png" in data
+    assert metadata["image/png"]["alt"] == "nothing much"
+
+
+def test_nothing_is_added_to_a_sealed_run(folder: RunFolder) -> None:
+    folder.seal()
+    with pytest.raises(SealedError):
+        results.metrics("m", {})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.000123456, "0.0001235"),
+        (0.5, "0.5000"),
+        (1.0, "1.000"),
+        (99.95, "99.95"),
+        (123456.7, "123 457"),
+        (-2.5, "-2.500"),
+        (0.0, "0"),
+        (7, "7"),
+        (True, "yes"),
+        (float("nan"), "–"),
+        (float("inf"), "inf"),
+        ([], "–"),
+        ("x", "x"),
+    ],
+)
+def test_numbers_are_short(value: object, text: str) -> None:
+    assert results.shown(value) == text

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import asyncio
+import math
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p99lab.probe.load import drive
+from p99lab.probe.records import Outcome, Phase, from_table, read_parquet, to_table, write_parquet
+from p99lab.probe.stats import attribution, e2e, measured, queue_time, tpot, ttft
+from p99lab.probe.targets import RequestError
+from p99lab.probe.workload import ClosedLoad, OpenLoad, Query
+
+pytestmark = pytest.mark.light
+
+
+def test_a_closed_load_is_kept_up_to_the_last_measured_request(fake_target: Any, drive_virtually: Any) -> None:
+    load = ClosedLoad(concurrency=4, num_requests=20, warmup_share=0.2)
+    _, run = drive_virtually(lambda: fake_target(slots=4), load)
+    phases = [record.phase for record in run.records]
+    assert phases.count(Phase.WARMUP) == 4
+    assert phases.count(Phase.MEASURED) == 20
+    assert phases == sorted(phases, key=[Phase.WARMUP, Phase.MEASURED, Phase.COOLDOWN].index)
+    assert all(record.outcome is Outcome.CANCELLED for record in run.records if record.phase is Phase.COOLDOWN)
+    assert all(record.intended_s is None and record.start_s == record.send_s for record in run.records)
+    ends = sorted(record.end_s for record in run.records if record.client == 0)
+    sends = sorted(record.send_s for record in run.records if record.client == 0)
+    assert ends[:-1] == pytest.approx(sends[1:])  # a client sends when it has its answer, warm-up or not
+
+
+def test_one_client_and_one_request_send_exactly_one(fake_target: Any, drive_virtually: Any) -> None:
+    target, run = drive_virtually(fake_target, ClosedLoad(concurrency=1, num_requests=1, warmup_share=0))
+    assert target.num_sent == len(run.records) == 1
+    (record,) = run.records
+    assert (ttft(record), e2e(record)) == (pytest.approx(0.1), pytest.approx(0.13))
+    assert tpot(record) == pytest.approx(0.01)
+    assert np.diff(record.token_times_s) == pytest.approx([0.01] * 3)
+    assert record.num_output_tokens == 4
+
+
+def test_a_duration_limits_sending_and_its_first_share_is_warmup(fake_target: Any, drive_virtually: Any) -> None:
+    load = ClosedLoad(concurrency=2, duration_s=10.0, warmup_share=0.25)
+    _, run = drive_virtually(fake_target, load)
+    by_phase = {phase: [r.send_s for r in run.records if r.phase is phase] for phase in Phase}
+    assert max(by_phase[Phase.WARMUP]) < 2.5 <= min(by_phase[Phase.MEASURED])
+    assert max(by_phase[Phase.MEASURED]) < 10.0
+    assert max(r.end_s for r in measured(run.records)) == pytest.approx(10.0, abs=0.14)
+
+
+def test_think_time_is_waited_for(fake_target: Any, drive_virtually: Any) -> None:
+    load = ClosedLoad(concurrency=1, num_requests=3, warmup_share=0, think_time_s=1.0)
+    _, run = drive_virtually(fake_target, load)
+    assert [r.send_s for r in run.records] == pytest.approx([0.0, 1.13, 2.26])
+
+
+def test_an_open_load_sends_at_its_times_whatever_the_target_does(fake_target: Any, drive_virtually: Any) -> None:
+    load = OpenLoad(rate=10, arrivals="constant", num_requests=20, warmup_share=0, cache="mixed")
+    _, run = drive_virtually(lambda: fake_target(slots=1, plan=lambda query: (1.0, 0.0)), load)
+    first = measured(run.records)
+    assert [r.intended_s for r in first] == pytest.approx(np.arange(1, 21) / 10)
+    assert [r.send_s for r in first] == pytest.approx(np.arange(1, 21) / 10)
+    assert [ttft(r) for r in first] == pytest.approx(1.0 + 0.9 * np.arange(20))
+    assert [queue_time(r) for r in first] == pytest.approx(0.9 * np.arange(20))
+    assert any(r.phase is Phase.COOLDOWN for r in run.records)  # arrivals go on until the last measured one has ended
+
+
+def test_a_late_send_counts_from_the_intended_arrival(fake_target: Any, virtual: Any) -> None:
+    from p99lab.probe.documents import Passage
+
+    late = (Query(i, 0, Passage.of("", [1, 2]), 1, 2, True, intended_s=-5.0) for i in range(1))
+
+    async def main() -> Any:
+        clock = asyncio.get_running_loop().time
+        return await drive(fake_target(), OpenLoad(rate=1, num_requests=1, warmup_share=0), late, clock=clock)
+
+    (record,) = virtual(main).records
+    assert record.send_s == 0.0
+    assert ttft(record) == pytest.approx(5.1)
+    assert queue_time(record) == pytest.approx(5.0)
+
+
+def test_a_stall_shows_in_the_tail_of_an_open_load(fake_target: Any, drive_virtually: Any) -> None:
+    def stall(query: Query) -> tuple[float, float]:
+        return (2.0 if query.index == 50 else 0.01, 0.0)
+
+    load = OpenLoad(rate=40, arrivals="constant", num_requests=400, warmup_share=0)
+    _, run = drive_virtually(lambda: fake_target(slots=1, plan=stall), load)
+    slow = [ttft(r) for r in measured(run.records) if ttft(r) > 0.5]
+    assert len(slow) > 50  # a closed loop of one client would show one
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome", "kind"),
+    [
+        (RequestError(Outcome.ERROR, "http 429"), Outcome.ERROR, "http 429"),
+        (RequestError(Outcome.CUT, "connection lost"), Outcome.CUT, "connection lost"),
+    ],
+)
+def test_failures_are_counted_and_the_run_goes_on(
+    fake_target: Any, drive_virtually: Any, error: Exception, outcome: Outcome, kind: str
+) -> None:
+    def fail(query: Query) -> Exception | None:
+        return error if query.index % 3 == 0 else None
+
+    _, run = drive_virtually(lambda: fake_target(fail=fail), ClosedLoad(concurrency=2, num_requests=12, warmup_share=0))
+    failed = [r for r in measured(run.records) if r.outcome is not Outcome.OK]
+    assert len(failed) == 4
+    assert {(r.outcome, r.error) for r in failed} == {(outcome, kind)}
+    assert all(math.isinf(ttft(r)) and math.isinf(e2e(r)) for r in failed)
+
+
+def test_a_stalled_request_times_out_and_is_closed(fake_target: Any, drive_virtually: Any) -> None:
+    def never(query: Query) -> tuple[float, float]:
+        return (1e9 if query.index == 1 else 0.1, 0.0)
+
+    load = ClosedLoad(concurrency=1, num_requests=3, warmup_share=0, timeout_s=5.0)
+    target, run = drive_virtually(lambda: fake_target(plan=never), load)
+    assert [r.outcome for r in run.records] == [Outcome.OK, Outcome.TIMEOUT, Outcome.OK]
+    assert run.records[1].end_s - run.records[1].send_s == pytest.approx(5.0)
+    assert target.num_closed_early == 1
+
+
+def test_a_fault_of_the_target_ends_the_run(fake_target: Any, drive_virtually: Any) -> None:
+    def broken(query: Query) -> Exception | None:
+        return ZeroDivisionError("a bug") if query.index == 5 else None
+
+    with pytest.raises(ExceptionGroup) as caught:
+        drive_virtually(lambda: fake_target(fail=broken), ClosedLoad(concurrency=2, num_requests=12))
+    assert caught.value.subgroup(ZeroDivisionError) is not None
+
+
+@pytest.mark.parametrize("load", [ClosedLoad(concurrency=3, num_requests=1000), OpenLoad(rate=50, num_requests=1000)])
+def test_cancelling_a_run_closes_every_stream(fake_target: Any, virtual: Any, drive_virtually: Any, load: Any) -> None:
+    async def main() -> Any:
+        from p99lab.probe.documents import Passage
+
+        clock, target = asyncio.get_running_loop().time, fake_target()
+        endless = (Query(i, 0, Passage.of("", [1, 2]), 1, 4, True, i / 50) for i in range(10_000))
+        running = asyncio.create_task(drive(target, load, endless, clock=clock, spin_s=0.0))
+        await asyncio.sleep(1.05)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        return target, len(asyncio.all_tasks())
+
+    target, num_tasks = virtual(main)
+    assert 3 <= target.num_closed_early <= 8
+    assert num_tasks == 1
+
+
+def test_a_finite_sequence_ends_the_run(fake_target: Any, virtual: Any) -> None:
+    from p99lab.probe.documents import Passage
+
+    async def main() -> Any:
+        five = (Query(i, 0, Passage.of("", [1, 2]), 1, 4, True) for i in range(5))
+        load = ClosedLoad(concurrency=2, num_requests=100, warmup_share=0)
+        return await drive(fake_target(), load, five, clock=asyncio.get_running_loop().time)
+
+    assert len(virtual(main).records) == 5
+
+
+def test_progress_counts_up(fake_target: Any, drive_virtually: Any) -> None:
+    seen: list[Any] = []
+    load = ClosedLoad(concurrency=2, num_requests=10, warmup_share=0)
+    drive_virtually(fake_target, load, on_progress=seen.append)
+    assert [p.num_measured for p in seen if p.latest.phase is Phase.MEASURED] == list(range(1, 11))
+    assert all(p.num_failed == 0 and p.num_in_flight <= 2 for p in seen)
+
+
+def test_shares_of_a_request_sum_to_its_time(fake_target: Any, drive_virtually: Any) -> None:
+    load = OpenLoad(rate=20, num_requests=50, warmup_share=0)
+    _, run = drive_virtually(lambda: fake_target(slots=2), load)
+    for record in measured(run.records):
+        shares = attribution(record)
+        assert shares is not None
+        assert sum(shares.values()) == pytest.approx(e2e(record))
+        assert shares["prefill"] == pytest.approx(0.1)
+
+
+def test_records_survive_arrow_and_parquet(fake_target: Any, drive_virtually: Any, tmp_path: Path) -> None:
+    def fail(query: Query) -> Exception | None:
+        return RequestError(Outcome.CUT, "connection lost") if query.index == 2 else None
+
+    _, run = drive_virtually(lambda: fake_target(fail=fail), OpenLoad(rate=5, num_requests=8))
+    records = list(run.records)
+    assert from_table(to_table(records)) == records
+    assert from_table(to_table([])) == []
+    write_parquet(records, tmp_path / "r.parquet", arm="stock")
+    assert read_parquet(tmp_path / "r.parquet") == records
+    assert to_table(records, arm="stock", run="1").column_names[:3] == ["arm", "run", "index"]
+
+
+def test_prompts_of_two_runs_are_the_same(fake_target: Any, drive_virtually: Any) -> None:
+    _, closed = drive_virtually(fake_target, ClosedLoad(concurrency=3, num_requests=10, warmup_share=0))
+    _, opened = drive_virtually(fake_target, OpenLoad(rate=9, num_requests=10, warmup_share=0))
+    assert [r.prompt_digest for r in islice(closed.records, 10)] == [
+        r.prompt_digest for r in islice(opened.records, 10)
+    ]
+
+
+def test_the_real_clock_sends_near_the_intended_time(fake_target: Any) -> None:
+    from p99lab.probe.documents import Passage
+
+    async def main() -> Any:
+        few = (Query(i, 0, Passage.of("", [1, 2]), 1, 1, True, 0.02 * (i + 1)) for i in range(5))
+        load = OpenLoad(rate=50, num_requests=5, warmup_share=0)
+        return await drive(fake_target(plan=lambda query: (0.001, 0.0)), load, few)
+
+    run = asyncio.run(main())
+    assert [r.outcome for r in run.records] == [Outcome.OK] * 5
+    assert all(r.send_s >= r.intended_s for r in run.records)

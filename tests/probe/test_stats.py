@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from p99lab.probe.intervals import Figure
+from p99lab.probe.load import Run
+from p99lab.probe.records import Outcome, Phase, RequestRecord
+from p99lab.probe.stats import (
+    Lateness,
+    concurrency_at,
+    gaps,
+    goodput,
+    histogram,
+    measured,
+    merged,
+    read_histograms,
+    summarise,
+    write_histograms,
+)
+from p99lab.probe.workload import ClosedLoad, OpenLoad
+
+pytestmark = pytest.mark.light
+
+CLOSED = ClosedLoad(concurrency=1, num_requests=400)
+
+
+def record(index: int, e2e_s: float = 1.0, **changes: Any) -> RequestRecord:
+    send_s = float(index)
+    made = RequestRecord(
+        index=index,
+        phase=Phase.MEASURED,
+        document=0,
+        client=0,
+        intended_s=None,
+        send_s=send_s,
+        first_token_s=send_s + 0.4 * e2e_s,
+        end_s=send_s + e2e_s,
+        token_times_s=(send_s + 0.4 * e2e_s, send_s + 0.7 * e2e_s, send_s + e2e_s),
+        outcome=Outcome.OK,
+        error=None,
+        max_tokens=3,
+        num_prompt_tokens=1100,
+        num_document_tokens=1000,
+        num_cached_tokens=1000,
+        num_output_tokens=3,
+        prompt_digest="",
+        queue_s=0.1,
+        prefill_s=0.2,
+        decode_s=0.3,
+        stalled_s=0.0,
+        scheduling_s=0.05,
+        num_preemptions=0,
+    )
+    return replace(made, **changes)
+
+
+def run_of(records: list[RequestRecord], counters: dict[str, int] | None = None) -> Run:
+    return Run(tuple(records), {}, counters or {})
+
+
+def random_run(n: int = 400, **changes: Any) -> Run:
+    rng = np.random.default_rng(0)
+    return run_of([record(i, float(e), **changes) for i, e in enumerate(rng.lognormal(0, 0.3, n))])
+
+
+def test_metrics_by_their_definitions() -> None:
+    summary = summarise(random_run(), CLOSED)
+    e2e = np.sort([r.end_s - r.send_s for r in random_run().records])
+    figure = summary.metrics["e2e"].percentiles["p99"]
+    assert figure.value == pytest.approx(e2e[395])
+    assert figure.n == 400
+    assert figure.low is not None
+    assert figure.high is not None
+    assert figure.low < figure.value < figure.high
+    assert summary.metrics["tpot"].percentiles["p50"].value == pytest.approx(0.3 * e2e[199])
+    assert summary.metrics["itl"].n == 800
+    assert summary.metrics["queue_time"].percentiles["p50"].value == pytest.approx(0.1)
+    assert summary.steady_window.verdict == "steady"
+    assert summary.void == ()
+
+
+def test_the_json_has_every_metric_at_its_top() -> None:
+    shape = summarise(random_run(50), CLOSED).as_dict()
+    for metric in ("ttft", "itl", "tpot", "e2e", "queue_time"):
+        assert {"n", "effective_n", "p50", "p90", "p99", "p999", "max", "mean", "std", "unit"} <= set(shape[metric])
+        assert set(shape[metric]["p50"]) == {"value", "ci95", "n", "effective_n", "reason"}
+    assert shape["e2e"]["p99"]["value"] is None
+    assert "n too small" in shape["e2e"]["p99"]["reason"]
+    assert shape["e2e"]["p90"]["value"] is not None
+    assert {"lateness", "hit_rates", "steady_window", "counts", "attribution", "void", "notes"} <= set(shape)
+
+
+def test_only_measured_requests_count() -> None:
+    extra = [
+        record(1000, 50.0, phase=Phase.WARMUP),
+        record(1001, 50.0, phase=Phase.COOLDOWN),
+        record(1002, 50.0, outcome=Outcome.CANCELLED),
+    ]
+    run = random_run(50)
+    assert measured([*extra, *run.records]) == list(run.records)
+    assert summarise(run_of([*extra, *run.records]), CLOSED).metrics["e2e"].n == 50
+
+
+def test_a_target_without_an_account_of_its_own() -> None:
+    summary = summarise(random_run(queue_s=None, num_cached_tokens=None), CLOSED)
+    assert summary.metrics["queue_time"].reason == "the target does not report it"
+    assert summary.attribution == {}
+    assert summary.hit_rates.verdict == "unknown"
+    assert any("cache state not checked" in note for note in summary.notes)
+    assert summary.void == ()
+
+
+@pytest.mark.parametrize(
+    ("declared", "cached", "verdict"),
+    [
+        ("cold", 0, "as declared"),
+        ("cold", 30, "as declared"),
+        ("cold", 1000, "contaminated"),
+        ("primed", 1000, "as declared"),
+        ("primed", 960, "as declared"),
+        ("primed", 500, "contaminated"),
+        ("primed", 0, "contaminated"),
+        ("mixed", 500, "as declared"),
+    ],
+)
+def test_the_declared_cache_state_is_checked(declared: Any, cached: int, verdict: str) -> None:
+    load = CLOSED.model_copy(update={"cache": declared})
+    summary = summarise(random_run(num_cached_tokens=cached), load)
+    assert summary.hit_rates.verdict == verdict
+    assert bool(summary.void) == (verdict == "contaminated")
+
+
+def test_counters_are_used_where_requests_tell_nothing() -> None:
+    run = replace(
+        random_run(num_cached_tokens=None), counters_after={"num_queried_tokens": 1000, "num_cached_tokens": 400}
+    )
+    summary = summarise(run, CLOSED.model_copy(update={"cache": "cold"}))
+    assert summary.hit_rates.counter_share == 0.4
+    assert summary.hit_rates.verdict == "contaminated"
+
+
+@pytest.mark.parametrize(
+    ("late_s", "ttft_s", "limit_s", "void"),
+    [(0.004, 1.0, 0.005, False), (0.006, 1.0, 0.005, True), (0.002, 0.1, 0.001, True), (0.0005, 0.1, 0.001, False)],
+)
+def test_a_late_client_voids_an_open_run(late_s: float, ttft_s: float, limit_s: float, void: bool) -> None:
+    load = OpenLoad(rate=1, num_requests=50)
+    records = [record(i, intended_s=i - late_s, first_token_s=i - late_s + ttft_s, token_times_s=()) for i in range(50)]
+    summary = summarise(run_of(records), load)
+    assert summary.lateness.limit_s == pytest.approx(limit_s)
+    assert summary.lateness.p99_s == pytest.approx(late_s)
+    assert summary.lateness.exceeded == void
+    assert any("late" in reason for reason in summary.void) == void
+
+
+def test_a_closed_run_has_no_lateness() -> None:
+    assert Lateness.of([record(0)]) == Lateness(0, None, None, None, None)
+
+
+def test_open_runs_are_also_timed_from_send() -> None:
+    records = [record(i, intended_s=i - 2.0) for i in range(50)]
+    metrics = summarise(run_of(records), OpenLoad(rate=1, num_requests=50)).metrics
+    assert metrics["e2e"].mean_s == pytest.approx(3.0)
+    assert metrics["e2e_from_send"].mean_s == pytest.approx(1.0)
+    assert metrics["ttft"].mean_s == pytest.approx(2.4)
+    assert metrics["ttft_from_send"].mean_s == pytest.approx(0.4)
+    assert metrics["queue_time"].mean_s == pytest.approx(2.1)
+
+
+def test_failures_are_in_the_tail_and_in_the_counts() -> None:
+    records = list(random_run(400).records)
+    for i in range(0, 400, 20):
+        records[i] = replace(records[i], outcome=Outcome.ERROR, error="http 500", first_token_s=None, token_times_s=())
+    summary = summarise(run_of(records), CLOSED)
+    assert summary.metrics["e2e"].num_failed == 20
+    assert summary.metrics["e2e"].percentiles["p99"].reason == "failed requests reach P99"
+    assert summary.metrics["e2e"].percentiles["p50"].value is not None
+    assert summary.counts["error: http 500"] == 20
+    assert summary.counts["ok"] == 380
+
+
+def test_a_run_without_answers_is_void() -> None:
+    assert "no measured request was answered" in summarise(run_of([]), CLOSED).void
+    lost = record(0, outcome=Outcome.ERROR, error="x", first_token_s=None, token_times_s=())
+    assert "no measured request was answered" in summarise(run_of([lost]), CLOSED).void
+
+
+def test_notes_on_short_and_bundled_answers() -> None:
+    short = summarise(random_run(50, max_tokens=9), CLOSED).notes
+    assert "50 of 50 answers are shorter than asked for" in short
+    bundled = summarise(random_run(50, num_output_tokens=9, max_tokens=9), CLOSED).notes
+    assert any("several tokens in a chunk" in note for note in bundled)
+
+
+def test_gaps_are_in_order_of_time_over_all_requests() -> None:
+    first = record(0, token_times_s=(0.0, 1.0, 4.0))
+    second = record(1, token_times_s=(1.0, 3.0))
+    assert gaps([first, second]).tolist() == [1.0, 2.0, 3.0]
+    assert gaps([record(2, token_times_s=(1.0,))]).tolist() == []
+
+
+def test_concurrency_counts_who_is_in_flight() -> None:
+    records = [record(0, 2.5), record(1, 0.5), record(2, 1.0)]
+    assert concurrency_at(np.array([0.0, 1.0, 2.0]), records).tolist() == [1, 2, 2]
+
+
+def test_attribution_names_the_slowest() -> None:
+    run = random_run(400)
+    slowest = max(run.records, key=lambda r: r.end_s - r.send_s)
+    shares = summarise(run, CLOSED).attribution
+    assert shares["slowest"]["index"] == slowest.index
+    assert shares["p99"]["e2e_s"] < shares["slowest"]["e2e_s"]
+    assert sum(shares["mean"]["shares_s"].values()) == pytest.approx(shares["mean"]["e2e_s"])
+
+
+def test_goodput_is_the_last_rate_before_the_slo_breaks() -> None:
+    def p99(value: float | None) -> Figure:
+        return Figure(value, None, None, 400, 400)
+
+    points = [(4.0, p99(1.0)), (1.0, p99(0.5)), (2.0, p99(0.7)), (8.0, p99(5.0)), (16.0, p99(0.1))]
+    assert goodput(points, 2.0) == 4.0
+    assert goodput([(1.0, p99(None))], 2.0) is None
+    assert goodput([], 2.0) is None
+
+
+def test_histograms_merge_and_round_trip(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    one, two = rng.lognormal(-3, 1, 3000), rng.lognormal(-1, 1, 2000)
+    both = merged([histogram(one).encode(), histogram(two).encode()])
+    assert both.get_total_count() == 5000
+    exact = float(np.sort(np.concatenate([one, two]))[4949])
+    assert both.get_value_at_percentile(99) / 1e6 == pytest.approx(exact, rel=0.002)
+    write_histograms({"ttft": one, "e2e": two}, tmp_path / "h.hlog", 1_700_000_000.0, 30.0)
+    read = read_histograms(tmp_path / "h.hlog")
+    assert {name: hdr.get_total_count() for name, hdr in read.items()} == {"ttft": 3000, "e2e": 2000}
+    assert read["ttft"].get_value_at_percentile(50) == histogram(one).get_value_at_percentile(50)

@@ -6,14 +6,14 @@ from contextlib import aclosing
 
 import numpy as np
 import pytest
+from tests.engine.tiny_models import save_tiny_model
 
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import FinishReason, SamplingParams
 from p99lab.errors import BadParameterError
-from tests.engine.tiny_models import save_tiny_model
 
-PROMPTS = [list(range(1, 40)), list(range(1, 40)) + [5, 6], [9]]
+PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
 
 

@@ -37,12 +37,16 @@ class Answer:
 
 
 def save_tiny_model(architecture: str, directory: Path) -> None:
-    """Write a seeded random fp32 model of the architecture into the directory."""
+    """Write a seeded random fp32 model of the architecture into the directory, and a tokenizer of words w0 … w127."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(architecture, **{**SIZES, **ARCHITECTURES[architecture]})
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(directory)
+    words = {f"w{number}": number for number in range(SIZES["vocab_size"])}
+    Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ def make_job() -> Callable[..., object]:
     def make(folder: Path, *sources: str, deliverables: tuple[str, ...] = (), word: str = "a") -> object:
         import nbformat
         from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
         from p99lab.lab.job import Job
         from p99lab.lab.parameters import Contract
         from p99lab.strict import StrictModel

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from p99lab.errors import BadParameterError
 from p99lab.lab.claims import Claim, Name, Side, differences, load_claims, verdict
 from p99lab.lab.figures import Figure, read_figures, write_figures
@@ -386,8 +387,9 @@ def test_the_table_fits_80_columns(tmp_path: Path) -> None:
 
 
 def test_command_line(tmp_path: Path) -> None:
-    from p99lab.cli import app
     from typer.testing import CliRunner
+
+    from p99lab.cli import app
 
     make_run(tmp_path, "1", Figure("p99_ratio", 3.0, "x", 2.0, 4.0, 400, {}), notebook="01_headline_p99")
     printed = CliRunner().invoke(app, ["claims", "--json", "--outputs", str(tmp_path)])

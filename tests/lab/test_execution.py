@@ -7,6 +7,7 @@ from unittest import mock
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
 from p99lab.lab import execution
 from p99lab.lab.execution import COMPLETED, Ending, Journal
 from p99lab.lab.run_folder import UnwritableError

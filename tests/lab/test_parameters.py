@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+
+from p99lab import project
 from p99lab.errors import BadParameterError
 from p99lab.lab.parameters import CONTRACTS, Contract, check, find, load
 from p99lab.strict import StrictModel
@@ -202,7 +204,9 @@ def test_check_names_what_is_missing_or_does_not_fit() -> None:
         check("05_fields", wrong, {"05_fields": FIELDS})
 
 
-def test_every_declared_notebook_has_its_tiers() -> None:
-    for contract in CONTRACTS.values():
-        for tier in ("smoke", "laptop", "h200"):
-            assert isinstance(load(contract, tier), contract.parameters)
+@pytest.mark.parametrize("contract", CONTRACTS.values(), ids=CONTRACTS)
+def test_every_tier_of_every_notebook_fits(contract: Contract) -> None:
+    tiers = {path.stem for path in (project.params_dir() / contract.notebook).glob("*.yaml")}
+    assert {"smoke", "laptop"} <= tiers <= {"smoke", "laptop", "h200"}
+    for tier in tiers:
+        assert isinstance(load(contract, tier), contract.parameters)

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+
 from p99lab.lab import plots
 
 RANDOM = np.random.default_rng(0)
@@ -18,8 +19,11 @@ def ecdf() -> Figure:
     return plots.ecdf(ARMS, intervals={"stock": (5.0, 9.0), "+chunked": (5.5, 8.0)}, quantity="TTFT")
 
 
-def timeline() -> Figure:
-    return plots.timeline({arm: np.arange(400) for arm in ARMS}, ARMS, steady_s=(50, 350), quantity="TTFT")
+def timelines() -> Figure:
+    starts = np.arange(400)
+    steady = (starts > 50) & (starts < 350)
+    runs = {arm: pd.DataFrame({"start_s": starts, "latency_s": ARMS[arm], "steady": steady}) for arm in ARMS}
+    return plots.timelines(runs, quantity="TTFT")
 
 
 def attribution() -> Figure:
@@ -36,7 +40,7 @@ def roofline() -> Figure:
     return plots.roofline(30.0, {"fp32": 101.0, "bf16": 221.0}, {"decode": 1, "prefill": 512})
 
 
-FIGURES = [ecdf, timeline, attribution, ablation, roofline]
+FIGURES = [ecdf, timelines, attribution, ablation, roofline]
 
 
 def words(figure: Figure) -> list[str]:
@@ -45,7 +49,7 @@ def words(figure: Figure) -> list[str]:
 
 @pytest.mark.parametrize("draw", FIGURES)
 def test_axes_are_labelled_with_units(draw: Callable[[], Figure]) -> None:
-    axes = draw().axes[0]
+    axes = draw().axes[-1]
     assert "(" in axes.get_xlabel()
     assert axes.get_ylabel() or len(axes.get_yticklabels()) > 1
 
@@ -82,9 +86,12 @@ def test_a_tail_without_an_interval_claims_none() -> None:
     assert "P99, 95 % CI" in labels
 
 
-def test_the_steady_window_is_named() -> None:
-    assert "steady window" in words(timeline())
-    assert "steady window" not in words(plots.timeline({"a": [1]}, {"a": [2]}))
+def test_each_arm_has_its_panel_and_the_steady_window_is_shaded_where_there_is_one() -> None:
+    figure = timelines()
+    assert [axes.get_title(loc="left") for axes in figure.axes] == list(ARMS)
+    assert all(len(axes.patches) == 1 for axes in figure.axes)
+    unsteady = pd.DataFrame({"start_s": [1.0], "latency_s": [2.0], "steady": [False]})
+    assert not plots.timelines({"a": unsteady}).axes[0].patches
 
 
 def test_the_style_does_not_leak() -> None:

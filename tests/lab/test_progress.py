@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+from rich.console import Console
+
 from p99lab.lab.execution import Ending
 from p99lab.lab.progress import ConsoleProgress, print_outcome
 from p99lab.lab.run_folder import RunFolder
 from p99lab.lab.runner import Outcome
-from rich.console import Console
 
 
 def test_plain_lines_where_there_is_no_terminal() -> None:

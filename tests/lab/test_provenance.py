@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
 from p99lab.lab import provenance
 
 pytestmark = pytest.mark.light

@@ -9,6 +9,7 @@ from typing import Any
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
 from p99lab.lab import report
 from p99lab.lab.run_folder import RunFolder
 

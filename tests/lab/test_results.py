@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from matplotlib.figure import Figure
+
 from p99lab.lab import results
 from p99lab.lab.run_folder import ENVIRONMENT_VARIABLE, RunFolder, SealedError
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
 from p99lab.errors import P99labError
 from p99lab.lab.run_folder import ENVIRONMENT_VARIABLE, RunFolder, SealedError, UnwritableError
 

@@ -16,6 +16,7 @@ import nbformat
 import psutil
 import pytest
 import yaml
+
 from p99lab.lab import runner
 from p99lab.lab.job import Job
 from p99lab.lab.runner import Outcome

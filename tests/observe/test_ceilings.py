@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from p99lab.observe import ceilings
 
 TINY = ceilings.Sizes(buffer_mib=1, matmul_size=32, disk_mib=1, launches=10, repeats=2)

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+
 from p99lab.observe import hardware
 
 pytestmark = pytest.mark.light

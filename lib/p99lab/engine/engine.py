@@ -26,7 +26,6 @@ from p99lab.engine.runner import ModelRunner
 from p99lab.engine.scheduler import Change, Scheduler
 from p99lab.engine.stats import EngineStats, StepTimes
 from p99lab.engine.stepping import StepLoop
-from p99lab.engine.tokenizer import Tokenizer
 from p99lab.errors import BadParameterError
 
 Prompt = str | Sequence[dict[str, str]] | Sequence[int] | IntArray  # text, chat messages, or token ids

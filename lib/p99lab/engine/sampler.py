@@ -11,9 +11,7 @@ from p99lab.engine.plan import Logprobs, Row
 from p99lab.engine.request import SamplingParams
 
 
-def sample(
-    logits: torch.Tensor, rows: Sequence[Row], default_seed: int
-) -> tuple[list[int], list[Logprobs | None]]:
+def sample(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> tuple[list[int], list[Logprobs | None]]:
     """Choose one token for each row.
 
     Args:

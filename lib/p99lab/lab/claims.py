@@ -195,6 +195,14 @@ def verdict(claim: Claim, figures: Mapping[str, Figure], conditions: Conditions)
     return Verdict(name, "; ".join((why, *differing.values())), figure)
 
 
+def machine_conditions(hardware: Mapping[str, Any]) -> dict[str, Any]:
+    """The conditions that a machine's fingerprint (`observe.hardware.fingerprint`) settles, as far as it is known."""
+    known = {"numa_nodes": hardware["numa_nodes"]} if "numa_nodes" in hardware else {}
+    if isinstance(gpus := hardware.get("gpus"), list):
+        known["gpu"] = ", ".join(sorted({str(gpu.get("name", "unknown")) for gpu in gpus})) or "none"
+    return known
+
+
 def answer(claim: Claim, figures: Mapping[str, Figure]) -> Figure | None:
     """The figure that a claim's test asks for, or a run's word that its whole family cannot be had."""
     family = figures.get(claim.test.metric.partition("/")[0])

@@ -8,11 +8,10 @@ afterwards. Blocks of all arms are interleaved in seeded random order, so that d
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,12 +21,10 @@ import numpy as np
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.request import IntArray
 from p99lab.errors import AccountingError
-from p99lab.lab.figures import Figure
 from p99lab.lab.parameters import Headline01
-from p99lab.probe.intervals import effective_size, percentile, spread
 from p99lab.probe.load import Run, drive
 from p99lab.probe.records import RequestRecord, to_table
-from p99lab.probe.stats import SHARES, Distribution, Summary, attribution, e2e, measured, metric_values, summarise
+from p99lab.probe.stats import Distribution, Summary, measured, metric_values, summarise
 from p99lab.probe.targets import InProcessTarget
 from p99lab.probe.workload import (
     CacheState,
@@ -42,7 +39,6 @@ from p99lab.probe.workload import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
     import pyarrow as pa
 
     from p99lab.engine.engine import Engine
@@ -50,7 +46,6 @@ if TYPE_CHECKING:
 
 LoadKind = Literal["closed", "open"]
 OnBlock = Callable[[str], None]
-MIN_N_P99 = 368
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +82,7 @@ ARMS = (
     Arm("+tiers and warm-up", "host and disk tiers, documents warmed before their traffic", built=False),
     Arm("+isolation and priority", "lanes of their own for urgent and bulk work", built=False),
 )
+NOTEBOOK = "01_headline_p99"
 BASELINE = "stock"
 FULL = [arm.name for arm in ARMS if arm.built][-1]
 LONG_ARMS = (BASELINE, FULL)  # with enough requests for a P99, and an open load
@@ -141,7 +137,10 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Headline:
-    """What notebook 01 shows. `geometry`, `workload_digest` and `prompt_tokens` say what was run."""
+    """All that was measured; `headline_tables` shows it, `headline_figures` judges claims by it.
+
+    `geometry`, `workload_digest` and `document_tokens` say what was run; `open_rate` is in requests per second.
+    """
 
     parameters: Headline01
     geometry: str
@@ -167,74 +166,6 @@ class Headline:
             for block in self.blocks
         ]
         return pa.concat_tables(tables)
-
-    def summary(self) -> pd.DataFrame:
-        """One row per arm and load: throughput and latency with intervals; arms not built yet say so."""
-        import pandas as pd
-
-        rows = [_summary_row(cell) for load in ("closed", "open") for cell in self.cells(load)]  # type: ignore[arg-type]
-        rows += [{"arm": arm.name, "load": "closed", "remark": "not built yet"} for arm in ARMS if not arm.built]
-        return pd.DataFrame(rows)
-
-    def ablation(self) -> pd.DataFrame:
-        """The closed load's E2E per arm, as `plots.ablation` takes it."""
-        import pandas as pd
-
-        return pd.DataFrame([_ablation_row(cell) for cell in self.cells("closed")])
-
-    def attribution(self, load: LoadKind = "closed") -> pd.DataFrame:
-        """Where the time of the slowest request and of the mean one went, by arm; seconds, columns are shares."""
-        import pandas as pd
-
-        rows, names = [], []
-        for cell in self.cells(load):
-            shares = [share for record in cell.used if (share := attribution(record)) is not None]
-            slowest = max((r for r in cell.used if attribution(r) is not None), key=e2e)
-            mean = {name: float(np.mean([share[name] for share in shares])) for name in SHARES}
-            for what, values in (("slowest", attribution(slowest) or {}), ("mean", mean)):
-                names.append(f"{cell.arm.name}: {what}")
-                rows.append(values)
-        return pd.DataFrame(rows, index=names, columns=list(SHARES))
-
-    def hit_rates(self) -> pd.DataFrame:
-        """What each block's cache was declared to be, and was. One tier so far: the device's pages."""
-        import pandas as pd
-
-        return pd.DataFrame([_hit_row(block) for block in self.blocks])
-
-    def windows(self) -> pd.DataFrame:
-        """The steady window of each block, and why where there is none."""
-        import pandas as pd
-
-        return pd.DataFrame([_window_row(block) for block in self.blocks])
-
-    def latencies(self, load: LoadKind = "closed") -> dict[str, np.ndarray[Any, np.dtype[np.float64]]]:
-        """E2E of the used requests by arm, seconds, in order of time."""
-        return {cell.arm.name: metric_values(cell.used)["e2e"] for cell in self.cells(load)}
-
-    def p99_intervals(self, load: LoadKind = "closed") -> dict[str, tuple[float, float]]:
-        """P99's confidence interval by arm, where n is large enough."""
-        found = {cell.arm.name: cell.metrics["e2e"].percentiles["p99"] for cell in self.cells(load)}
-        return {arm: (p99.low, p99.high) for arm, p99 in found.items() if p99.low is not None and p99.high is not None}
-
-    def figures(self) -> list[Figure]:
-        """What the claims of chapter 1 are judged by, each with the conditions it was taken under."""
-        baseline, full = self.cell(BASELINE), self.cell(FULL)
-        figures = [*_tail_figures(baseline, full), _allocation_figure(baseline)]
-        conditions = self._conditions()
-        figures = [dataclasses.replace(figure, conditions=conditions) for figure in figures]
-        return [*figures, Figure.untestable("warm_lengths_done", takes="a GPU, 128K contexts and the compiled arm")]
-
-    def _conditions(self) -> dict[str, Any]:
-        longest = max(self.document_tokens) + self.parameters.question_tokens_max + self.parameters.answer_tokens
-        return {
-            "model": self.parameters.model,
-            "geometry": self.geometry,
-            "device": self.parameters.device.split(":")[0],
-            "nodes": 1,
-            "context": longest,
-            "concurrency": self.parameters.concurrency,
-        }
 
 
 def run(parameters: Headline01, on_block: OnBlock | None = None) -> Headline:
@@ -392,131 +323,3 @@ def _in_a_loop_of_its_own(work: Any) -> Any:
     """Run a coroutine to its end in another thread: a notebook's own thread is inside an event loop already."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="p99lab-clients") as executor:
         return executor.submit(asyncio.run, work).result()
-
-
-def _summary_row(cell: Cell) -> dict[str, Any]:
-    metrics = cell.metrics
-    latency, first = metrics["e2e"], metrics["ttft"]
-    p90, p99 = latency.percentiles["p90"], latency.percentiles["p99"]
-    return {
-        "arm": cell.arm.name,
-        "load": cell.load,
-        "n": latency.n,
-        "requests/s": cell.requests_per_s,
-        "TTFT P50 (s)": first.percentiles["p50"].value,
-        "E2E P50 (s)": latency.percentiles["p50"].value,
-        "E2E P90 (s)": p90.value,
-        "E2E P99 (s)": p99.value,
-        "P99 low (s)": p99.low,
-        "P99 high (s)": p99.high,
-        "E2E max (s)": latency.max_s,
-        "std (s)": latency.std.value,
-        "remark": "; ".join(_remarks(cell, latency)),
-    }
-
-
-def _remarks(cell: Cell, latency: Distribution) -> Iterable[str]:
-    yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
-    if latency.num_failed:
-        yield f"{latency.num_failed} failed"
-    if latency.n < MIN_N_P99:
-        yield f"n too small for a P99 ({MIN_N_P99})"
-    elif latency.effective_n < MIN_N_P99:
-        yield f"correlated: worth {latency.effective_n} independent requests"
-
-
-def _ablation_row(cell: Cell) -> dict[str, Any]:
-    """The deepest percentile that n allows: P99, else P90, else the maximum."""
-    latency = cell.metrics["e2e"]
-    for name, key in (("P99", "p99"), ("P90", "p90")):
-        tail = latency.percentiles[key]
-        if tail.value is not None:
-            break
-    else:
-        name, tail = "max", percentile(np.array([latency.max_s or math.nan]), 0.5)
-    value = tail.value if name != "max" else latency.max_s
-    median = latency.percentiles["p50"].value
-    return {
-        "arm": cell.arm.name,
-        "p50": math.nan if median is None else median,
-        "tail": math.nan if value is None else value,
-        "low": math.nan if tail.low is None else tail.low,
-        "high": math.nan if tail.high is None else tail.high,
-        "tail_name": name,
-    }
-
-
-def _hit_row(block: Block) -> dict[str, Any]:
-    hits = block.summary.hit_rates
-    return {
-        "order": block.order,
-        "arm": block.arm.name,
-        "load": block.load,
-        "block": block.number,
-        "declared": hits.declared,
-        "checked": hits.verdict,
-        "prompt tokens cached": hits.cached_share,
-        "document tokens cached": hits.document_share,
-        "tier": "device",
-        "waited for pages": block.stats.num_refusals,
-        "preemptions": block.stats.num_preemptions,
-    }
-
-
-def _window_row(block: Block) -> dict[str, Any]:
-    window = block.summary.steady_window
-    return {
-        "order": block.order,
-        "arm": block.arm.name,
-        "load": block.load,
-        "block": block.number,
-        "verdict": window.verdict,
-        "from (s)": window.start_s,
-        "to (s)": window.end_s,
-        "requests": window.num_requests,
-        "reason": window.reason or "",
-    }
-
-
-def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
-    """P99 and spread of both, and their ratios with intervals from the worst pairing of the bounds."""
-    figures = []
-    for metric, unit in (("p99_e2e", "s"), ("std_e2e", "s")):
-        pair = [_tail(metric, cell) for cell in (baseline, full)]
-        for which, found in zip(("stock", "full"), pair, strict=True):
-            if found.value is not None:
-                figures.append(Figure(f"{metric}_{which}", found.value, unit, found.low, found.high, found.n))
-        before, after = pair
-        if before.value is not None and after.value is not None:
-            low = before.low / after.high if before.low is not None and after.high else None
-            high = before.high / after.low if before.high is not None and after.low else None
-            both = (low, high) if low is not None and high is not None else (None, None)
-            name = metric.removesuffix("_e2e") + "_ratio"
-            figures.append(Figure(name, before.value / after.value, "x", *both, min(before.n, after.n)))
-    return figures
-
-
-def _tail(metric: str, cell: Cell) -> Any:
-    latency = metric_values(cell.used)["e2e"]
-    if metric == "std_e2e":
-        return spread(latency)
-    return percentile(latency, 0.99, effective_size(latency))
-
-
-def _allocation_figure(baseline: Cell) -> Figure:
-    """Percent of the P99 requests' time that went into host work between steps, and into waiting if pages ever lacked.
-
-    The P99 requests: those at or above the lower bound of P99's interval. The figure's interval is a bootstrap over
-    them.
-    """
-    lacked = any(block.stats.num_refusals or block.stats.num_preemptions for block in baseline.blocks)
-    tail = _tail("p99_e2e", baseline)
-    if tail.low is None:
-        return Figure.untestable("share_allocation", takes=f"{MIN_N_P99} independent requests")
-    shares = [attribution(record) for record in baseline.used if e2e(record) >= tail.low]
-    known = [share for share in shares if share is not None]
-    blamed = np.array([share["scheduling"] + (share["queue"] if lacked else 0.0) for share in known])
-    whole = np.array([sum(share.values()) for share in known])
-    drawn = np.random.default_rng(0).integers(len(known), size=(1000, len(known)))
-    low, high = np.quantile(blamed[drawn].sum(1) / whole[drawn].sum(1), [0.025, 0.975])
-    return Figure("share_allocation", 100 * blamed.sum() / whole.sum(), "%", 100 * low, 100 * high, len(known))

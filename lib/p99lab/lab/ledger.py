@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from p99lab.errors import P99labError
-from p99lab.lab.claims import Claim, answer, load_claims, verdict
+from p99lab.lab.claims import Claim, answer, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import FIGURES, Figure, read_figures
 from p99lab.lab.run_folder import RunFolder
 
@@ -74,11 +74,7 @@ class Run:
 
     @cached_property
     def conditions(self) -> dict[str, Any]:
-        hardware = _read_json(self.folder.path / "hardware.json")
-        known = {"numa_nodes": hardware["numa_nodes"]} if "numa_nodes" in hardware else {}
-        if isinstance(gpus := hardware.get("gpus"), list):
-            known["gpu"] = ", ".join(sorted({str(gpu.get("name", "unknown")) for gpu in gpus})) or "none"
-        return known
+        return machine_conditions(_read_json(self.folder.path / "hardware.json"))
 
     def speaks_to(self, claim: Claim) -> bool:
         """Does the run answer this claim, or did it before its files were changed?"""

@@ -93,6 +93,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 (
                     "metrics/requests.parquet",
                     "metrics/summary.parquet",
+                    "metrics/percentiles.parquet",
                     "metrics/attribution.parquet",
                     "metrics/hit_rates.parquet",
                     "metrics/windows.parquet",

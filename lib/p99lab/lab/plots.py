@@ -54,26 +54,24 @@ def ecdf(
     return figure
 
 
-def timeline(
-    start_s: Mapping[str, ArrayLike],
-    latency_s: Mapping[str, ArrayLike],
-    steady_s: tuple[float, float] | None = None,
-    quantity: str = "latency",
-) -> Figure:
-    """When each request started and how long it took, by arm; the steady window that is measured is shaded."""
-    with _axes(height=3.4) as (figure, axes):
-        if steady_s is not None:
-            axes.axvspan(*steady_s, color="#009E73", alpha=0.10, lw=0, label="steady window")
-            for edge in steady_s:
-                axes.axvline(edge, color="#009E73", lw=1, ls="--")
-        for number, arm in enumerate(start_s):
+def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Figure:
+    """When each request started and how long it took, one panel per arm on one scale; the steady window is shaded.
+
+    `runs`: by arm, columns `start_s`, `latency_s` and `steady` (whether the request lies in the measured window).
+    """
+    with _panels(len(runs), height=1.0 + 1.25 * len(runs)) as (figure, panels):
+        highest = max((frame["latency_s"].max() for frame in runs.values() if len(frame)), default=1.0)
+        for number, (axes, (arm, frame)) in enumerate(zip(panels, runs.items(), strict=True)):
+            steady = frame.loc[frame["steady"].astype(bool), "start_s"]
+            if len(steady):
+                axes.axvspan(steady.min(), steady.max(), color="#009E73", alpha=0.12, lw=0)
             style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": _colour(number)}
-            axes.scatter(
-                np.asarray(start_s[arm]), np.asarray(latency_s[arm]), s=16, alpha=0.75, lw=0, label=arm, **style
-            )
-        axes.set(xlabel="start of the request, since the run began (s)", ylabel=f"{quantity} (s)")
-        axes.set_ylim(bottom=0)
-        _legend_above(figure, axes)
+            axes.scatter(frame["start_s"], frame["latency_s"], s=12, alpha=0.75, lw=0, **style)
+            axes.set_title(arm, loc="left", fontsize="medium")
+            axes.set_ylim(0, 1.05 * highest)
+            axes.set_xlim(left=0)
+        panels[-1].set_xlabel("start of the request, since its block began (s); shaded: steady window")
+        figure.supylabel(f"{quantity} (s)", fontsize="medium")
     return figure
 
 
@@ -142,6 +140,13 @@ def roofline(bandwidth_gb_s: float, rates_gflop_s: Mapping[str, float], intensit
         axes.plot([], [], " ", label=f"slope: {bandwidth_gb_s:,.0f} GB/s")
         _legend_above(figure, axes)
     return figure
+
+
+@contextmanager
+def _panels(number: int, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
+    with mpl.rc_context(_style()):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, list(figure.subplots(number, squeeze=False)[:, 0])
 
 
 @contextmanager

@@ -215,11 +215,15 @@ def to_csv(result: ProbeResult) -> str:
 
 
 def to_rows(result: ProbeResult) -> list[list[str]]:
-    """The table for people, milliseconds: metric, n, then a cell per figure with its interval."""
+    """The table for people, milliseconds: metric, n, then a cell per figure with its interval.
+
+    Figures from send are left to the other formats where they are the same (closed loads).
+    """
+    closed = result.options.load == "closed"
     return [
         [name, str(metric.n), *(_cell(column, figure) for column, figure in _figures(metric).items())]
         for name, metric in result.summary.metrics.items()
-        if metric.n
+        if metric.n and not (closed and name.endswith("_from_send"))
     ]
 
 
@@ -279,7 +283,7 @@ def _cell(name: str, figure: Figure) -> str:
     if figure.value is None:
         needed = min_n(QUANTILES[name]) if name in QUANTILES else 1
         return f"n < {needed}" if figure.n < needed else "–" if name == "std" else "failed"
-    bounds = "" if figure.low is None and figure.high is None else f"\n{_ms(figure.low)} … {_ms(figure.high)}"
+    bounds = "" if figure.low is None and figure.high is None else f"\n{_ms(figure.low)}–{_ms(figure.high)}"
     return f"{_ms(figure.value)}{bounds}"
 
 

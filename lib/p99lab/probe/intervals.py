@@ -95,8 +95,9 @@ def percentile(values: FloatArray, q: float, effective_n: int | None = None) -> 
 def autocorrelation_time(values: FloatArray) -> float:
     """How many successive values are worth one: 1 + 2 times the sum of the autocorrelations of their ranks.
 
-    Ranks, because latencies are heavy-tailed. The sum ends at five times its own value (Sokal 1997) and is corrected
-    for the mean's having been estimated.
+    Ranks, because latencies are heavy-tailed. The sum ends at five times its own value (Sokal 1997), or before the
+    first two successive correlations whose sum is negative (Geyer 1992), where all that follows is noise; it is
+    corrected for the mean's having been estimated.
     """
     n = len(values)
     ranks = _ranks(values) - (n + 1) / 2.0
@@ -104,8 +105,10 @@ def autocorrelation_time(values: FloatArray) -> float:
         return 1.0
     spectrum = np.fft.rfft(ranks, 2 * n)
     covariance = np.fft.irfft(spectrum * spectrum.conj(), 2 * n)[:n]
-    time = 2.0 * np.cumsum(covariance / covariance[0]) - 1.0
-    enough = np.flatnonzero(np.arange(n) >= _WINDOW * time)
+    correlation = covariance / covariance[0]
+    time = 2.0 * np.cumsum(correlation) - 1.0
+    noise_next = np.append(correlation[1:-1] + correlation[2:] < 0.0, [True, True])
+    enough = np.flatnonzero((np.arange(n) >= _WINDOW * time) | noise_next)
     last = int(enough[0]) if len(enough) else n - 1
     return float(time[last] / max(0.5, 1.0 - (2 * last + 1) / n))
 

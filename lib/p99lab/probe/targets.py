@@ -106,8 +106,10 @@ class InProcessTarget:
 
     @property
     def tokenize(self) -> Tokenize | None:
-        tokenizer = self._engine.tokenizer
-        return None if tokenizer is None else tokenizer.encode
+        """The engine's own, without the special tokens that it begins a text with."""
+        encode = self._engine.tokenizer.encode
+        begins_with = len(encode(""))
+        return lambda text: encode(text)[begins_with:]
 
     async def open(self) -> None: ...
 

@@ -34,7 +34,9 @@ def test_fused_equals_plain(q_heads: int, kv_heads: int, b: int, t: int, s: int)
 @pytest.mark.parametrize("t", [2, 64, 301])
 def test_fused_causal_equals_plain(t: int) -> None:
     q, k, v = _tensors(1, t, t, 6, 2, 16)
-    for actual, expected in zip(attend_fused_cpu(q, k, v, causal=True), attend_plain(q, k, v, causal=True), strict=True):
+    for actual, expected in zip(
+        attend_fused_cpu(q, k, v, causal=True), attend_plain(q, k, v, causal=True), strict=True
+    ):
         torch.testing.assert_close(actual, expected)
 
 

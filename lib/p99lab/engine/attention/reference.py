@@ -38,7 +38,8 @@ def _length(select: Select) -> int:
 class Span(Protocol):
     """Attention of `tokens` (which of the step's [T] tokens) over one range of keys."""
 
-    tokens: Select
+    @property
+    def tokens(self) -> Select: ...
 
     def attend(self, pool: KVPool, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
         """q: [n, q_heads, dim] of this span's tokens; k, v: [T, kv_heads, dim] of the whole step.
@@ -146,9 +147,7 @@ class ReferenceAttention:
                 num_shared_pages[index] = max(num_shared_pages[index], last_page)
             tokens = [np.arange(ends[i] - step.rows[i].num_scheduled_tokens, ends[i]) for i in group.rows]
             pages = step.rows[group.rows[0]].page_table[group.first_page : last_page]
-            yield PastSpan(
-                self._select(np.concatenate(tokens)), self._select(pages), group.num_pages * page_size
-            )
+            yield PastSpan(self._select(np.concatenate(tokens)), self._select(pages), group.num_pages * page_size)
         decoding: list[int] = []
         for index, row in enumerate(step.rows):
             first_page = num_shared_pages[index]

@@ -33,7 +33,7 @@ def attend_plain(
     """`attend` by its definition, scores in float32: the oracle."""
     b, t, q_heads, dim = q.shape
     s, kv_heads = k.shape[1:3]
-    folded = q.unflatten(2, (kv_heads, -1)).float()
+    folded = q.view(b, t, kv_heads, -1, dim).float()
     scores = torch.einsum("btkgd,bskd->btkgs", folded, k.float()) * dim**-0.5
     if causal:
         hidden = torch.ones(t, s, dtype=torch.bool, device=q.device).triu_(1)

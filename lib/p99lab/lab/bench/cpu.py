@@ -10,11 +10,13 @@ the matrix products over the rate of a large one, bytes of the weights over the 
 from __future__ import annotations
 
 import copy
+import functools
 import statistics
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from p99lab.engine.engine import Engine
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.model_store import resolve
 from p99lab.engine.request import IntArray, SamplingParams
+from p99lab.errors import BadParameterError
 from p99lab.lab.bench.rows import BenchRow
 
 
@@ -133,10 +136,14 @@ class Peer:
     """The same through transformers: its SDPA attention, its DynamicCache, its `generate`."""
 
     def __init__(self, bench: CpuBench) -> None:
-        from transformers import AutoModelForCausalLM  # noqa: PLC0415
+        from transformers import AutoModelForCausalLM
 
         self._bench = bench
-        self._model: Any = AutoModelForCausalLM.from_pretrained(resolve(bench.model), dtype=torch.float32).eval()
+        directory = resolve(bench.model)
+        if not isinstance(directory, Path):
+            raise BadParameterError("transformers needs a model with weights, not a dummy")
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model = model.eval()
         self._model.generation_config.pad_token_id = 0
         self._primed: list[Any] = []
 
@@ -161,7 +168,7 @@ class Peer:
             which = i % len(documents)
             prompt = _batch_of_one(np.concatenate([documents[which], question]))
             cache = copy.deepcopy(self._primed[which])
-            seconds += _timed(lambda prompt=prompt, cache=cache: self._generate(prompt, cache))
+            seconds += _timed(functools.partial(self._generate, prompt, cache))
         return len(questions) * self._bench.answer_len / seconds
 
     def _generate(self, prompt: torch.Tensor, cache: Any) -> None:

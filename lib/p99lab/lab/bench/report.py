@@ -24,7 +24,7 @@ def run(name: str) -> list[BenchRow]:
         BadParameterError: no benchmark of that name.
     """
     if name not in BENCHES:
-        raise BadParameterError(f"no benchmark '{name}'{did_you_mean(name, BENCHES) or f'; there are {", ".join(BENCHES)}'}")
+        raise BadParameterError(f"no benchmark '{name}'{did_you_mean(name, BENCHES)} (known: {', '.join(BENCHES)})")
     rows: list[BenchRow] = importlib.import_module(BENCHES[name]).run()
     return rows
 

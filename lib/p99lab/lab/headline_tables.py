@@ -1,0 +1,161 @@
+"""Notebook 01's tables and series: views of a `Headline`, nothing is measured or decided here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from p99lab.lab.headline import Block, Cell, Headline, LoadKind
+from p99lab.lab.results import shown
+from p99lab.probe import stats
+from p99lab.probe.intervals import Figure, FloatArray
+from p99lab.probe.stats import Distribution, e2e, measured, metric_values
+
+
+def summary(headline: Headline) -> pd.DataFrame:
+    """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter."""
+    return pd.DataFrame([_summary_row(cell) for cell in (*headline.cells("closed"), *headline.cells("open"))])
+
+
+def percentiles(headline: Headline) -> pd.DataFrame:
+    """One row per arm, load and metric, seconds: every percentile with its interval, as numbers."""
+    cells = (*headline.cells("closed"), *headline.cells("open"))
+    return pd.DataFrame([_percentile_row(cell, name, m) for cell in cells for name, m in cell.metrics.items() if m.n])
+
+
+def ablation(headline: Headline) -> pd.DataFrame:
+    """The closed load's E2E per arm, as `plots.ablation` takes it."""
+    return pd.DataFrame([_ablation_row(cell) for cell in headline.cells("closed")])
+
+
+def attribution(headline: Headline, load: LoadKind = "closed") -> pd.DataFrame:
+    """Where the time of the slowest request and of the mean one went, by arm; seconds, columns are shares."""
+    rows: dict[str, dict[str, float]] = {}
+    for cell in headline.cells(load):
+        found = stats.attributions(cell.used)
+        rows |= {f"{cell.arm.name}: {what}": found[what]["shares_s"] for what in ("slowest", "mean") if found}
+    return pd.DataFrame.from_dict(rows, orient="index", columns=list(stats.SHARES))
+
+
+def hit_rates(headline: Headline) -> pd.DataFrame:
+    """What each block's cache was declared to be, and was. One tier so far: the device's pages."""
+    return pd.DataFrame([_hit_row(block) for block in headline.blocks])
+
+
+def windows(headline: Headline) -> pd.DataFrame:
+    """The steady window of each block, and why where there is none."""
+    return pd.DataFrame([_window_row(block) for block in headline.blocks])
+
+
+def latencies(headline: Headline, load: LoadKind = "closed") -> dict[str, FloatArray]:
+    """E2E of the used requests by arm, seconds, in order of time."""
+    return {cell.arm.name: metric_values(cell.used)["e2e"] for cell in headline.cells(load)}
+
+
+def p99_intervals(headline: Headline, load: LoadKind = "closed") -> dict[str, tuple[float, float]]:
+    """P99's confidence interval by arm, where n is large enough."""
+    found = {cell.arm.name: cell.metrics["e2e"].percentiles["p99"] for cell in headline.cells(load)}
+    return {arm: (p99.low, p99.high) for arm, p99 in found.items() if p99.low is not None and p99.high is not None}
+
+
+def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.DataFrame]:
+    """Per arm its longest block's measured requests: `start_s`, `latency_s`, `steady` (in the window or not)."""
+    frames = {}
+    for cell in headline.cells(load):
+        block = max(cell.blocks, key=lambda block: len(block.used))
+        used = {record.index for record in block.used}
+        rows = [(r.start_s, e2e(r), r.index in used) for r in measured(block.run.records)]
+        frames[cell.arm.name] = pd.DataFrame(rows, columns=["start_s", "latency_s", "steady"])
+    return frames
+
+
+def _summary_row(cell: Cell) -> dict[str, Any]:
+    latency = cell.metrics["e2e"]
+    name, figure = _deepest_tail(latency)
+    bounds = "" if figure.low is None or figure.high is None else f" [{shown(figure.low)}, {shown(figure.high)}]"
+    return {
+        "arm": cell.arm.name,
+        "load": cell.load,
+        "n": latency.n,
+        "requests/s": cell.requests_per_s,
+        "E2E P50 (s)": latency.percentiles["p50"].value,
+        "E2E tail (s)": f"{name} {shown(figure.value)}{bounds}",
+        "jitter (s)": latency.std.value,
+        "note": "; ".join(_remarks(cell, latency)),
+    }
+
+
+def _percentile_row(cell: Cell, name: str, metric: Distribution) -> dict[str, Any]:
+    row: dict[str, Any] = {"arm": cell.arm.name, "load": cell.load, "metric": name, "n": metric.n}
+    row["effective n"] = metric.effective_n
+    for label, figure in {**metric.percentiles, "std": metric.std}.items():
+        row |= {label: figure.value, f"{label} low": figure.low, f"{label} high": figure.high}
+    return {**row, "max": metric.max_s}
+
+
+def _deepest_tail(latency: Distribution) -> tuple[str, Figure]:
+    """P99 where n allows it, else P90, else the maximum, which has no interval."""
+    for name in ("P99", "P90"):
+        figure = latency.percentiles[name.lower()]
+        if figure.value is not None:
+            return name, figure
+    return "max", Figure(latency.max_s, None, None, latency.n, latency.effective_n)
+
+
+def _remarks(cell: Cell, latency: Distribution) -> Iterable[str]:
+    yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
+    if latency.num_failed:
+        yield f"{latency.num_failed} failed"
+    if latency.effective_n < latency.n:
+        yield f"correlated, worth {latency.effective_n}"
+
+
+def _ablation_row(cell: Cell) -> dict[str, Any]:
+    latency = cell.metrics["e2e"]
+    name, figure = _deepest_tail(latency)
+    return {
+        "arm": cell.arm.name,
+        "p50": _number(latency.percentiles["p50"].value),
+        "tail": _number(figure.value),
+        "low": _number(figure.low),
+        "high": _number(figure.high),
+        "tail_name": name,
+    }
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _hit_row(block: Block) -> dict[str, Any]:
+    hits = block.summary.hit_rates
+    return {
+        "order": block.order,
+        "arm": block.arm.name,
+        "load": block.load,
+        "block": block.number,
+        "declared": hits.declared,
+        "checked": hits.verdict,
+        "prompt tokens cached": hits.cached_share,
+        "tier": "device",
+        "waited for pages": block.stats.num_refusals,
+        "preemptions": block.stats.num_preemptions,
+    }
+
+
+def _window_row(block: Block) -> dict[str, Any]:
+    window = block.summary.steady_window
+    return {
+        "order": block.order,
+        "arm": block.arm.name,
+        "load": block.load,
+        "block": block.number,
+        "verdict": window.verdict,
+        "from (s)": window.start_s,
+        "to (s)": window.end_s,
+        "requests": window.num_requests,
+        "reason": window.reason or "",
+    }

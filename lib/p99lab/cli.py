@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
@@ -200,7 +201,7 @@ def _probe_and_print(options: ProbeOptions, output_format: str, folder: Path | N
     if output.folder is not None:
         command.write(result, output.folder)
     if output.format == "table":
-        table = Table(*command.table_header())
+        table = Table(*command.table_header(), box=SIMPLE, pad_edge=False)
         for row in command.to_rows(result):
             table.add_row(*row)
         out.print(table, *(escape(line) for line in command.remarks(result)), sep="\n")

@@ -30,6 +30,14 @@ class ModelError(P99labError):
     exit_code = 4
 
 
+class EngineClosedError(P99labError):
+    """An engine was used after its `close`, or in a process forked from its own."""
+
+
+class EngineFailedError(P99labError):
+    """An engine was used after one of its steps had failed. What it holds cannot be trusted: make a new one."""
+
+
 class AccountingError(RuntimeError):
     """An invariant of pages, tree or scheduler is broken. Never caught, never repaired."""
 

@@ -11,7 +11,7 @@ from tests.engine.tiny_models import save_tiny_model
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import FinishReason, SamplingParams
-from p99lab.errors import BadParameterError
+from p99lab.errors import BadParameterError, EngineClosedError
 
 PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -118,7 +118,7 @@ def test_closing_the_engine_ends_open_streams_with_an_error(config: EngineConfig
         events = engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
         await anext(events)
         await asyncio.to_thread(engine.close)
-        with pytest.raises(RuntimeError, match="closed"):
+        with pytest.raises(EngineClosedError):
             async for _ in events:
                 pass
 

@@ -172,3 +172,11 @@ def test_smollm2_says_what_it_is(smollm2_dir: Path) -> None:
     geometry = Geometry.from_directory(smollm2_dir)
     named = Geometry.named("smollm2-135m")
     assert geometry.model_copy(update={"rms_norm_eps": named.rms_norm_eps}) == named
+
+
+def test_a_name_is_checked_without_reading_weights(tmp_path: Path) -> None:
+    assert model_store.check("dummy:llama-3.1-8b").num_layers == 32
+    with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
+        model_store.check("smolm2-135m")
+    with pytest.raises(ModelError, match=r"config\.json"):
+        model_store.check(str(tmp_path))

@@ -1,5 +1,7 @@
 """Sampling: greedy, truncation, seeds, log-probabilities."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import torch
 from p99lab.engine.plan import Row
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.sampler import sample
+from p99lab.errors import BadParameterError
 
 VOCAB = 50
 
@@ -108,8 +111,22 @@ def test_logprobs_are_the_models_own_whatever_the_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"top_p": 0.0}, {"top_p": 1.5}, {"min_p": 2.0}, {"top_k": -1}, {"max_tokens": 0}]
+    "wrong",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("inf")},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"min_p": 2.0},
+        {"top_k": -1},
+        {"top_k": 2**70},
+        {"max_tokens": 0},
+        {"stop": "a text, not a tuple of texts"},
+        {"stop": ("a", "")},
+        {"logprobs": -1},
+    ],
 )
-def test_parameters_out_of_range_are_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
+def test_parameters_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadParameterError, match=next(iter(wrong))):
         SamplingParams(**wrong)

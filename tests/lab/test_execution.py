@@ -80,6 +80,8 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
     [
         ("ValueError", "first\nsecond", ("failed", 10, "cell 1: ValueError: first")),
         ("ValueError", "", ("failed", 10, "cell 1: ValueError")),
+        ("ModelError", "shard 1 is cut short", ("failed", 4, "cell 1: ModelError: shard 1 is cut short")),
+        ("BadParameterError", "no arm", ("failed", 2, "cell 1: BadParameterError: no arm")),
         ("SystemExit", "3", ("exited", 3, "cell 1 called sys.exit(3)")),
         ("SystemExit", "-1", ("exited", 255, "cell 1 called sys.exit(-1)")),
         ("SystemExit", "256", ("exited", 1, "cell 1 called sys.exit(256)")),

@@ -154,6 +154,13 @@ def test_the_spread_interval_is_wider_for_requests_in_lockstep() -> None:
     assert np.mean([f.high - f.low for f in together]) > 1.6 * np.mean([f.high - f.low for f in alone])
 
 
+def test_a_spread_of_very_few_independent_values_has_no_bounds() -> None:
+    figure = spread(np.linspace(0, 1, 100))
+    assert figure.value == pytest.approx(0.293, abs=0.001)
+    assert (figure.low, figure.high) == (None, None)
+    assert figure.reason is not None
+
+
 def test_the_spread_is_the_same_each_time() -> None:
     values = np.random.default_rng(16).random(100)
     assert spread(values) == spread(values)

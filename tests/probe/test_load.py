@@ -128,9 +128,8 @@ def test_a_fault_of_the_target_ends_the_run(fake_target: Any, drive_virtually: A
     def broken(query: Query) -> Exception | None:
         return ZeroDivisionError("a bug") if query.index == 5 else None
 
-    with pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ZeroDivisionError, match="a bug"):
         drive_virtually(lambda: fake_target(fail=broken), ClosedLoad(concurrency=2, num_requests=12))
-    assert caught.value.subgroup(ZeroDivisionError) is not None
 
 
 @pytest.mark.parametrize("load", [ClosedLoad(concurrency=3, num_requests=1000), OpenLoad(rate=50, num_requests=1000)])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
+import traceback
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
 import torch
 
 from p99lab.caches.pages import PagePool
@@ -17,18 +21,24 @@ from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import EngineConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.events import Completion, OutputText, TokenEvent, Usage
-from p99lab.engine.kv_pool import KVPool, affordable_pages
+from p99lab.engine.geometry import Geometry
+from p99lab.engine.interrupts import uninterrupted
+from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.model_store import load
-from p99lab.engine.plan import Logprobs, StepPlan
+from p99lab.engine.plan import Logprobs
+from p99lab.engine.prompts import Prompt as Prompt
+from p99lab.engine.prompts import check_limits, encode
 from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams, Share, Status
 from p99lab.engine.runner import ModelRunner
 from p99lab.engine.scheduler import Change, Scheduler
 from p99lab.engine.stats import EngineStats, StepTimes
 from p99lab.engine.stepping import StepLoop
-from p99lab.errors import BadParameterError
+from p99lab.engine.timekeeping import book_host_time, book_step
+from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError
 
-Prompt = str | Sequence[dict[str, str]] | Sequence[int] | IntArray  # text, chat messages, or token ids
+LOGGER = logging.getLogger(__name__)
+
 OnEvent = Callable[[TokenEvent], None]
 
 
@@ -44,7 +54,11 @@ class Live:
 class Engine:
     """`with Engine(EngineConfig(model="smollm2-135m")) as engine: engine.generate(["…"])`.
 
-    Any number of engines may live in one process. Calls from several threads are serialised; `stats` never waits.
+    Any number of engines may live in one process. Calls from several threads take turns, a step each; `stats` never
+    waits. Ctrl-C takes effect between steps.
+
+    After `close`, every call but `stats` raises EngineClosedError. A step that raises leaves accounts that nobody can
+    vouch for: it ends every request with FinishReason.ERROR, and every later call raises EngineFailedError.
 
     Args:
         config: what to load and how to schedule.
@@ -52,26 +66,31 @@ class Engine:
 
     Raises:
         ModelError: the model cannot be found or read.
+        BadParameterError: the device cannot be used, or has no room for the page pool.
     """
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
-        dtype, device = getattr(torch, config.model.dtype), torch.device(config.model.device)
+        dtype, device = getattr(torch, config.model.dtype), _device(config.model.device)
         weights, self.tokenizer = load(config.model)
         self.geometry = weights.geometry
         page_size = config.cache.page_size
         num_pages = config.cache.num_pages or affordable_pages(self.geometry, page_size, dtype, device)
-        pool = KVPool.allocate(self.geometry, num_pages, page_size, dtype, device)
+        pool = _pool(self.geometry, num_pages, page_size, dtype, device)
         self.config = config
         self.clock = clock
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
         self._scheduler = self._new_scheduler()
-        self._runner = ModelRunner(LlamaModel(weights), pool, ReferenceAttention(pool), config.seed)
+        self._runner: ModelRunner | None = ModelRunner(LlamaModel(weights), pool, ReferenceAttention(pool), config.seed)
         self._step_times = StepTimes()
         self._live: dict[str, Live] = {}
-        self._undelivered: list[TokenEvent] = []  # of requests that ended outside a step
+        self._events: list[TokenEvent] = []  # for the next `step`
+        self._outbox: deque[tuple[OnEvent, TokenEvent]] = deque()
         self._num_added = 0
-        self._lock = threading.RLock()
-        self._loop_lock = threading.Lock()
+        self._failure: traceback.TracebackException | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        self._lock = threading.RLock()  # held through every step
+        self._loop_lock = threading.Lock()  # of what clients may not wait a step for
         self._loop: StepLoop | None = None
 
     def __enter__(self) -> Self:
@@ -83,23 +102,35 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """End the step loop; open streams end with an error. Closing twice is fine."""
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        """Give up model and pool, after the step in hand. Live requests end with an error. Closing twice is fine.
+
+        Raises:
+            AccountingError: pages or requests do not add up.
+        """
+        with self._loop_lock:  # a stream is submitted before the loop is told to stop, or not at all
+            self._closed = True
+            if self._loop is not None:
+                self._loop.stop()
+                self._loop = None
+        with self._lock:
+            with uninterrupted():
+                self._end_all()
+            self._deliver()
+            if self._failure is None:
+                self._scheduler.check()
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_work
+        """Whether `step` has something to compute or to tell."""
+        return bool(self._live or self._events)
 
     def encode(self, prompt: Prompt) -> IntArray:
-        """Token ids of a prompt, [num_prompt_tokens] int32."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        messages = [entry for entry in prompt if isinstance(entry, dict)] if isinstance(prompt, (list, tuple)) else []
-        if messages:
-            return self.tokenizer.chat(messages)
-        return np.asarray(prompt, np.int32)
+        """Token ids of a prompt, [num_prompt_tokens] int32.
+
+        Raises:
+            BadParameterError: neither text nor messages nor ids, no tokens at all, or ids outside the vocabulary.
+        """
+        return encode(prompt, self.tokenizer, self.geometry.vocab_size)
 
     def add(
         self,
@@ -118,16 +149,19 @@ class Engine:
             priority: smaller is more urgent (policy `priority`).
             deadline_s: on the engine's clock (policy `deadline`).
             arrival_s: when the request was meant to arrive, if earlier than now.
-            on_event: called with each of the request's events, in the thread that steps.
+            on_event: called with each of the request's events, in the thread that steps, cancels or closes; `step`
+                returns those of requests that have none, to whoever steps. It may call the engine but must not wait
+                for another thread that does. When it raises, that is logged and its request cancelled.
 
         Raises:
-            BadParameterError: an empty prompt, ids outside the vocabulary, an id in use, or more tokens than the model
-                or the page pool can hold.
+            BadParameterError: a prompt as `encode` refuses it, an id in use, or more tokens than the model or the page
+                pool can hold.
         """
         sampling = sampling or SamplingParams()
         token_ids = self.encode(prompt)
-        self._check_prompt(token_ids, sampling)
-        with self._lock:
+        check_limits(len(token_ids), sampling, self.geometry)
+        with self._lock, uninterrupted():
+            self._usable_runner()
             request = Request.create(
                 self._num_added,
                 token_ids,
@@ -145,43 +179,43 @@ class Engine:
             return request.request_id
 
     def step(self) -> list[TokenEvent]:
-        """Run one step for all requests that fit into it. Returns its events; none when there is no work."""
+        """Run one step for all requests that fit into it; nothing is run when there is no work.
+
+        Returns:
+            The events since the last call of requests without `on_event`.
+        """
         with self._lock:
-            events, self._undelivered = self._undelivered, []
-            plan = self._scheduler.schedule(self.clock())
-            if plan is not None:
-                began_s = self.clock()
-                self._book_host_time(began_s)
-                result = self._runner.execute(plan)
-                ended_s = self.clock()
-                self._book_step(plan, ended_s)
-                changes = self._scheduler.update(result)
-                events += [self._event(change) for change in changes]
-                self._step_times.add(plan.num_tokens, began_s, ended_s)
-            if not self.has_work:
-                self._scheduler.check()
+            self._advance()
+            events, self._events = self._events, []
             return events
 
     def cancel(self, request_id: str) -> bool:
         """End a request at any moment; its pages are free before the next step. False: no such request."""
         with self._lock:
-            live = self._live.get(request_id)
-            if live is None:
-                return False
-            held_pages = live.request.status is Status.RUNNING
-            self._scheduler.finish(live.request, FinishReason.CANCELLED)
-            live.request.timeline.book(Share.SCHEDULING if held_pages else Share.QUEUE, self.clock())
-            self._undelivered.append(self._ending(live, None, "", None, FinishReason.CANCELLED))
-            return True
+            with uninterrupted():
+                live = self._live.get(request_id)
+                if live is not None:
+                    self._abort(live, FinishReason.CANCELLED)
+                    self._scheduler.finish(live.request, FinishReason.CANCELLED)
+            self._deliver()
+            return live is not None
 
     def quiesce(self) -> None:
-        """Cancel whatever is left, also what clients have asked for but the step loop has not taken in yet."""
-        if self._loop is not None:
-            self._loop.wait_for_inbox()
+        """Cancel whatever is left, also what clients have asked for but the step loop has not taken in yet.
+
+        Raises:
+            AccountingError: pages or requests do not add up then.
+        """
+        with self._loop_lock:
+            self._usable_runner()
+            loop = self._loop
+        if loop is not None:
+            loop.wait_for_inbox()
         with self._lock:
             for request_id in list(self._live):
                 self.cancel(request_id)
-            self._undelivered.clear()
+            self._events.clear()
+            self._scheduler.check()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -189,21 +223,28 @@ class Engine:
         """Run a batch to its end, in the caller's thread. One completion per prompt, in their order.
 
         Raises:
-            BadParameterError: as `add`; then none of the batch has run.
+            BadParameterError: as `add`, or not one sampling for each prompt; then none of the batch has run.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
+        if isinstance(prompts, str):
+            raise BadParameterError("generate takes a list of prompts, not a single text")
+        if len(each) != len(prompts):
+            raise BadParameterError(f"{len(prompts)} prompts with {len(each)} samplings: give one for each, or one")
+        encoded = [self.encode(prompt) for prompt in prompts]
         completions: list[Completion] = []
-        with self._lock:
-            try:
-                for prompt, params in zip(prompts, each, strict=True):
+        try:
+            with self._lock, uninterrupted():
+                for token_ids, params in zip(encoded, each, strict=True):
                     completion = Completion("")
-                    completion.request_id = self.add(prompt, params, on_event=completion.add)
+                    completion.request_id = self.add(token_ids, params, on_event=completion.add)
                     completions.append(completion)
-                while any(completion.finish_reason is None for completion in completions):
-                    self.step()
-            finally:
-                for completion in completions:
-                    self.cancel(completion.request_id)
+            while any(completion.finish_reason is None for completion in completions):
+                self._advance()
+        finally:
+            for completion in completions:
+                self.cancel(completion.request_id)
+        if any(completion.finish_reason is FinishReason.ERROR for completion in completions):
+            self._usable_runner()  # another thread's step has failed: says so
         return completions
 
     async def stream(
@@ -221,12 +262,10 @@ class Engine:
         Arguments and errors as `add`. Leaving the iteration early cancels the request.
         """
         arrival_s = self.clock() if arrival_s is None else arrival_s
-        with self._loop_lock:  # not the engine's lock: that one is held through every step
-            loop = self._loop = self._loop or StepLoop(self)
         token_ids = self.encode(prompt)
 
-        def add(on_event: OnEvent) -> str:
-            return self.add(
+        def add(engine: Engine, on_event: OnEvent) -> str:
+            return engine.add(
                 token_ids,
                 sampling,
                 request_id=request_id,
@@ -236,8 +275,15 @@ class Engine:
                 on_event=on_event,
             )
 
-        async for event in loop.stream(add):
-            yield event
+        with self._loop_lock:
+            self._usable_runner()
+            self._loop = self._loop or StepLoop(self)
+            events = self._loop.stream(add)
+        async with aclosing(events):
+            async for event in events:
+                if event.finish_reason is FinishReason.ERROR:
+                    self._usable_runner()  # says why
+                yield event
 
     def stats(self) -> EngineStats:
         """Counters since the start, pages by state, and step times."""
@@ -245,7 +291,8 @@ class Engine:
 
     def forget_except(self, prefixes: Sequence[IntArray]) -> None:
         """Evict all cached pages but those of `prefixes`: the cache as if only these had been primed."""
-        with self._lock:
+        with self._lock, uninterrupted():
+            self._usable_runner()
             self._tree.forget_except(prefixes)
 
     def reconfigure(
@@ -259,8 +306,9 @@ class Engine:
         Raises:
             RuntimeError: requests are waiting or running.
         """
-        with self._lock:
-            if self.has_work:
+        with self._lock, uninterrupted():
+            self._usable_runner()
+            if self._live:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
             parts = self.config.model_dump()
             if scheduler is not None:
@@ -269,48 +317,77 @@ class Engine:
                 parts["grouping"] = grouping.model_dump()
             if prefix_cache is not None:
                 parts["cache"]["prefix_cache"] = prefix_cache
-                self._tree.enabled = prefix_cache
             self.config = EngineConfig.parse(parts)
+            self._tree.enabled = self.config.cache.prefix_cache
             self._scheduler = self._new_scheduler()
             self._step_times = StepTimes()
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.config.scheduler, self.config.grouping, self._tree, self.tokenizer.eos_ids)
 
-    def _check_prompt(self, token_ids: IntArray, sampling: SamplingParams) -> None:
-        if token_ids.ndim != 1 or len(token_ids) == 0:
-            raise BadParameterError("a prompt needs at least one token")
-        lowest, highest = int(token_ids.min()), int(token_ids.max())
-        if lowest < 0 or highest >= self.geometry.vocab_size:
-            wrong = lowest if lowest < 0 else highest
-            raise BadParameterError(f"token id {wrong} is outside the vocabulary of {self.geometry.vocab_size}")
-        num_tokens, limit = len(token_ids) + sampling.max_tokens, self.geometry.max_position_embeddings
-        if num_tokens > limit:
-            raise BadParameterError(
-                f"{len(token_ids)} prompt tokens and {sampling.max_tokens} to generate exceed the model's {limit}"
-            )
+    def _usable_runner(self) -> ModelRunner:
+        """The runner of an engine that can still be used.
 
-    def _book_host_time(self, now_s: float) -> None:
-        turn = self._scheduler.turn
-        for request in turn.preempted:
-            request.timeline.book(Share.SCHEDULING, now_s)
-            request.timeline.num_preemptions += 1
-        for request in turn.running:
-            timeline = request.timeline
-            timeline.book(Share.QUEUE if request in turn.admitted else Share.SCHEDULING, now_s)
-            if timeline.admitted_s is None:
-                timeline.admitted_s = now_s
+        Raises:
+            EngineFailedError: a step has failed; the error's note is the step's traceback.
+            EngineClosedError: the engine is closed, or belongs to the process that this one was forked from.
+        """
+        if os.getpid() != self._pid:
+            raise EngineClosedError("an engine does not survive a fork: make one in this process")
+        if self._failure is not None:
+            reason = "".join(self._failure.format_exception_only()).splitlines()[0]
+            error = EngineFailedError(f"a step of this engine has failed, make a new one ({reason})")
+            error.add_note("".join(self._failure.format()))
+            raise error
+        if self._closed or self._runner is None:
+            raise EngineClosedError("the engine is closed")
+        return self._runner
 
-    def _book_step(self, plan: StepPlan, now_s: float) -> None:
-        scheduled = {row.request_id for row in plan.rows}
-        for request in self._scheduler.turn.running:
-            if request.request_id not in scheduled:
-                share = Share.STALLED
-            else:
-                share = Share.PREFILL if request.is_prefill else Share.DECODE
-            request.timeline.book(share, now_s)
+    def _advance(self) -> None:
+        """Run one step and hand its events out."""
+        with self._lock:
+            try:
+                with uninterrupted():
+                    runner = self._usable_runner()
+                    try:
+                        self._compute(runner)
+                    except BaseException as error:
+                        self._failure = traceback.TracebackException.from_exception(error)
+                        self._end_all()
+                        raise
+            finally:
+                self._deliver()
 
-    def _event(self, change: Change) -> TokenEvent:
+    def _compute(self, runner: ModelRunner) -> None:
+        plan = self._scheduler.schedule(self.clock())
+        if plan is None:
+            return
+        began_s = self.clock()
+        book_host_time(self._scheduler.turn, began_s)
+        result = runner.execute(plan)
+        ended_s = self.clock()
+        book_step(self._scheduler.turn, plan, ended_s)
+        for change in self._scheduler.update(result):
+            self._tell(change)
+        self._step_times.add(plan.num_tokens, began_s, ended_s)
+
+    def _end_all(self) -> None:
+        """The end of the engine: all its requests end with an error, and its memory is given up."""
+        for live in [*self._live.values()]:
+            self._abort(live, FinishReason.ERROR)
+        self._runner = None
+
+    def _deliver(self) -> None:
+        """Call back with what has happened, in its order; callbacks may make more happen."""
+        while self._outbox:
+            on_event, event = self._outbox.popleft()
+            try:
+                on_event(event)
+            except Exception:
+                LOGGER.exception("on_event of '%s' has raised: the request is cancelled", event.request_id)
+                self.cancel(event.request_id)
+
+    def _tell(self, change: Change) -> None:
         """Turn a sampled token into an event, ending the request where a stop string is complete."""
         request = change.request
         live = self._live[request.request_id]
@@ -322,24 +399,48 @@ class Engine:
         if live.text.stopped:
             self._scheduler.finish(request, FinishReason.STOP)
         reason = FinishReason.STOP if live.text.stopped else request.finish_reason
-        if reason is not None:
+        if reason is None:
+            self._post(live, TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs))
+        else:
             request.timeline.book(Share.SCHEDULING, now_s)
-            return self._ending(live, change.token_id, text + live.text.flush(), change.logprobs, reason)
-        event = TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs)
-        if live.on_event is not None:
-            live.on_event(event)
-        return event
+            self._end(live, change.token_id, text + live.text.flush(), change.logprobs, reason)
 
-    def _ending(
+    def _abort(self, live: Live, reason: FinishReason) -> None:
+        """Tell a request's end outside a step, to its client alone."""
+        holds_pages = live.request.status is Status.RUNNING
+        live.request.timeline.book(Share.SCHEDULING if holds_pages else Share.QUEUE, self.clock())
+        self._end(live, None, "", None, reason)
+
+    def _end(
         self, live: Live, token_id: int | None, text: str, logprobs: Logprobs | None, reason: FinishReason
-    ) -> TokenEvent:
-        """A request's last event, with its bill."""
+    ) -> None:
+        """Post a request's last event, with its bill."""
         request = live.request
         timeline = request.timeline
         timeline.finished_s = timeline.accounted_s
         usage = Usage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens, timeline)
-        event = TokenEvent(request.request_id, token_id, text, timeline.finished_s, logprobs, reason, usage)
         del self._live[request.request_id]
-        if live.on_event is not None:
-            live.on_event(event)
-        return event
+        self._post(live, TokenEvent(request.request_id, token_id, text, timeline.finished_s, logprobs, reason, usage))
+
+    def _post(self, live: Live, event: TokenEvent) -> None:
+        if live.on_event is None:
+            self._events.append(event)
+        else:
+            self._outbox.append((live.on_event, event))
+
+
+def _pool(geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
+    try:
+        return KVPool.allocate(geometry, num_pages, page_size, dtype, device)
+    except (MemoryError, torch.OutOfMemoryError):
+        gib = num_pages * page_bytes(geometry, page_size, dtype) / 2**30
+        raise BadParameterError(f"a pool of {num_pages} pages takes {gib:.1f} GiB, more than '{device}' has") from None
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise BadParameterError(f"device '{name}' cannot be used: {str(error).splitlines()[0]}") from None
+    return device

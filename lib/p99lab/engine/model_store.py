@@ -104,6 +104,16 @@ def resolve(name: str) -> Path | Geometry:
     raise ModelError(f"no model or directory '{name}'{did_you_mean(name, names)} (known: {', '.join(names)})")
 
 
+def check(name: str) -> Geometry:
+    """The geometry that a name stands for, without reading weights or importing torch.
+
+    Raises:
+        ModelError: see `resolve` and `Geometry.from_directory`.
+    """
+    found = resolve(name)
+    return found if isinstance(found, Geometry) else Geometry.from_directory(found)
+
+
 def load(config: ModelConfig) -> tuple[Weights, Tokenizer]:
     """Weights on the configured device and a tokenizer. A dummy's tokenizer is `ByteTokenizer`, on every machine.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from p99lab.caches.pages import IntArray as IntArray
+from p99lab.errors import BadParameterError
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,9 @@ class SamplingParams:
     `temperature` 0 is greedy. `seed` makes a request's tokens independent of the batch it runs in; without one the
     engine derives it from its own seed and the request's number. `logprobs` asks for that many top log-probabilities
     beside the chosen token's own (0: the chosen one alone; None: none).
+
+    Raises:
+        BadParameterError: a value out of range.
     """
 
     max_tokens: int = 16
@@ -33,14 +38,15 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, ok in (
             ("max_tokens", self.max_tokens >= 1),
-            ("temperature", self.temperature >= 0.0),
-            ("top_k", self.top_k >= 0),
+            ("temperature", 0.0 <= self.temperature < math.inf),
+            ("top_k", 0 <= self.top_k < 2**31),
             ("top_p", 0.0 < self.top_p <= 1.0),
             ("min_p", 0.0 <= self.min_p <= 1.0),
+            ("stop", isinstance(self.stop, tuple) and "" not in self.stop),
             ("logprobs", self.logprobs is None or self.logprobs >= 0),
         ):
             if not ok:
-                raise ValueError(f"{name}={getattr(self, name)!r} is out of range")
+                raise BadParameterError(f"{name}={getattr(self, name)!r} is out of range")
 
 
 class Status(enum.Enum):
@@ -53,6 +59,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # an end-of-sequence token, a stop id or a stop string
     LENGTH = "length"  # max_tokens reached
     CANCELLED = "cancelled"
+    ERROR = "error"  # the engine was closed, or a step failed
 
 
 class Share(enum.Enum):

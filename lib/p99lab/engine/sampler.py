@@ -10,6 +10,8 @@ import torch
 from p99lab.engine.plan import Logprobs, Row
 from p99lab.engine.request import SamplingParams
 
+MIN_TEMPERATURE = 1e-6  # logits divided by less overflow
+
 
 def sample(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> tuple[list[int], list[Logprobs | None]]:
     """Choose one token for each row.
@@ -50,7 +52,7 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch
 def _columns(params: Sequence[SamplingParams], device: torch.device) -> dict[str, torch.Tensor]:
     """Each parameter as a [R, 1] column; no top-k reads as one larger than any vocabulary."""
     values = {
-        "temperature": [p.temperature for p in params],
+        "temperature": [max(p.temperature, MIN_TEMPERATURE) for p in params],
         "top_k": [p.top_k or 2**31 for p in params],
         "top_p": [p.top_p for p in params],
         "min_p": [p.min_p for p in params],

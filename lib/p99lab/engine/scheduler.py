@@ -199,11 +199,12 @@ class Scheduler:
         """Plan the next step; None when there is nothing to do."""
         if self._in_flight is not None:
             raise AccountingError(f"schedule() while step {self._in_flight.epoch} is in flight")
-        self._sort(now)
+        self._sort(self.running, now)
+        self._sort(self.waiting, now)
         self._protect_waiting()
         preempted = self._grow()
         admitted = self._admit() if not preempted else []
-        self._sort(now)
+        self._sort(self.running, now)
         self.turn = Turn(tuple(self.running), tuple(admitted), tuple(preempted))
         if self.running:
             self._in_flight = self._plan(self._composition.shares(self.running))
@@ -261,9 +262,8 @@ class Scheduler:
         if self._in_flight is None and (self._copies or self._ending):
             raise AccountingError("no step is in flight, and something waits for its end")
 
-    def _sort(self, now: float) -> None:
-        for requests in (self.running, self.waiting):
-            requests.sort(key=lambda request: self._policy(request, now))
+    def _sort(self, requests: list[Request], now: float) -> None:
+        requests.sort(key=lambda request: self._policy(request, now))
 
     def _protect_waiting(self) -> None:
         """Before pages are evicted: what the next requests will find counts as used, the most urgent's last of all."""

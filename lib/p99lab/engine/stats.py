@@ -55,14 +55,15 @@ class EngineStats:
     @classmethod
     def of(cls, scheduler: Scheduler, pool: PagePool, steps: StepTimes) -> Self:
         counters = scheduler.counters
+        num_free, num_cached = pool.num_free, pool.num_cached  # once: a step may be changing them
         recent = np.array(steps.recent_s)
         p50, p99, longest = np.percentile(recent, [50, 99, 100]).tolist() if len(recent) else [None] * 3
         return cls(
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            num_free_pages=pool.num_free,
-            num_cached_pages=pool.num_cached,
-            num_active_pages=pool.num_active,
+            num_free_pages=num_free,
+            num_cached_pages=num_cached,
+            num_active_pages=pool.num_pages - num_free - num_cached,
             num_queries=counters.num_queries,
             num_hits=counters.num_hits,
             num_queried_tokens=counters.num_queried_tokens,

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 
@@ -14,100 +15,97 @@ from p99lab.engine.events import TokenEvent
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
 
-Command = Callable[[], object]
+POLL_S = 0.2  # how soon an idle thread notices that the engine or the interpreter is going
+
 OnEvent = Callable[[TokenEvent], None]
+Add = Callable[["Engine", OnEvent], str]
+Command = Callable[["Engine"], object]
 
 
 class StepLoop:
-    """A daemon thread that applies commands and steps while there is work, and sleeps on its inbox otherwise.
+    """A thread that applies commands and steps while there is work, and sleeps on its inbox otherwise.
 
-    The event loop never waits for a step: it only puts commands into the inbox.
+    The clients' event loops never wait for a step: they only put commands into the inbox. An idle thread keeps neither
+    the engine nor the process alive. It is no daemon: the interpreter kills those inside a kernel of torch, and aborts.
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine = weakref.ref(engine)
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._streams: dict[str, Callable[[TokenEvent | BaseException], None]] = {}
-        self._thread = threading.Thread(target=self._run, name="p99lab-step-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="p99lab-step-loop")
         self._thread.start()
 
     def stop(self) -> None:
-        """Finish the step in hand and end the thread; open streams end with an error."""
+        """End the thread, after the step in hand and the commands submitted so far. Does not wait for it."""
         self._inbox.put(None)
-        self._thread.join()
 
     def wait_for_inbox(self) -> None:
-        """Return once every command submitted so far has been applied."""
+        """Return once every command submitted so far has been applied, or the thread has ended."""
         applied = threading.Event()
-        self._submit(applied.set)
-        while not applied.wait(timeout=0.1):
-            if not self._thread.is_alive():
-                raise RuntimeError("the engine's step loop has ended") from self._error
+        self._inbox.put(lambda engine: applied.set())
+        while self._thread.is_alive() and not applied.wait(POLL_S):
+            pass
 
-    async def stream(self, add: Callable[[OnEvent], str]) -> AsyncGenerator[TokenEvent, None]:
-        """Events of one request. `add(on_event)` enters it into the engine, in this loop's thread, and returns its id.
+    def stream(self, add: Add) -> AsyncGenerator[TokenEvent, None]:
+        """Submit a request now; its events are to be awaited in the running event loop.
 
-        Leaving the iteration early cancels the request.
+        `add(engine, on_event)` enters it into the engine, in this loop's thread, and returns its id; what it raises,
+        the stream raises. Leaving the iteration early cancels the request.
         """
-        loop = asyncio.get_running_loop()
-        events: asyncio.Queue[TokenEvent | BaseException] = asyncio.Queue()
+        client = asyncio.get_running_loop()
+        events: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
         entered: list[str] = []
 
-        def deliver(event: TokenEvent | BaseException) -> None:
-            with contextlib.suppress(RuntimeError):  # the client's event loop is gone, and the client with it
-                loop.call_soon_threadsafe(events.put_nowait, event)
-
-        def enter() -> None:
+        def deliver(event: TokenEvent | Exception) -> None:
             try:
-                entered.append(add(deliver))
-                self._streams[entered[0]] = deliver
+                client.call_soon_threadsafe(events.put_nowait, event)
+            except RuntimeError:  # the client's event loop is closed, and the client gone with it
+                self._inbox.put(cancel)
+
+        def enter(engine: Engine) -> None:
+            try:
+                entered.append(add(engine, deliver))
             except Exception as error:
                 deliver(error)
 
-        self._submit(enter)
+        def cancel(engine: Engine) -> None:  # commands keep their order: by then the request has entered
+            for request_id in entered:
+                engine.cancel(request_id)
+
+        self._inbox.put(enter)
+        return self._await(events, cancel)
+
+    async def _await(
+        self, events: asyncio.Queue[TokenEvent | Exception], cancel: Command
+    ) -> AsyncGenerator[TokenEvent, None]:
         finished = False
         try:
             while not finished:
                 event = await events.get()
-                finished = isinstance(event, BaseException) or event.finish_reason is not None
-                if isinstance(event, BaseException):
+                finished = isinstance(event, Exception) or event.finish_reason is not None
+                if isinstance(event, Exception):
                     raise event
                 yield event
         finally:
-            if not finished:  # commands keep their order: by then the request has entered
-                self._submit(lambda: [self._engine.cancel(request_id) for request_id in entered])
-
-    def _submit(self, command: Command) -> None:
-        if self._error is not None:
-            raise RuntimeError("the engine's step loop has died") from self._error
-        self._inbox.put(command)
+            if not finished:
+                self._inbox.put(cancel)
 
     def _run(self) -> None:
+        running = True
+        while running and self._engine() is not None and threading.main_thread().is_alive():
+            running = self._turn()
+
+    def _turn(self) -> bool:
+        """Apply the next command and step, until another command comes or no work is left. False: stop."""
         try:
-            while self._obey():
-                if self._engine.has_work:
-                    for event in self._engine.step():
-                        if event.finish_reason is not None:
-                            self._streams.pop(event.request_id, None)
-        except BaseException as error:
-            self._error = error
-        self._end_streams(self._error or RuntimeError("the engine was closed"))
-
-    def _obey(self) -> bool:
-        """Apply all waiting commands; without work, wait for one. False: stop."""
-        block = not self._engine.has_work
-        while True:
-            try:
-                command = self._inbox.get(block=block)
-            except queue.Empty:
-                return True
-            if command is None:
-                return False
-            command()
-            block = False
-
-    def _end_streams(self, error: BaseException) -> None:
-        for deliver in self._streams.values():
-            deliver(error)
-        self._streams.clear()
+            command = self._inbox.get(timeout=POLL_S)
+        except queue.Empty:
+            return True
+        engine = self._engine()
+        if command is None or engine is None:
+            return False
+        command(engine)
+        with contextlib.suppress(Exception):  # a failed engine has ended its requests, and says why to whoever asks
+            while self._inbox.empty() and engine.has_work and threading.main_thread().is_alive():
+                engine.step()
+        return True

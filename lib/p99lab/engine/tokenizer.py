@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 REPLACEMENT = "\ufffd"  # what bytes that are no UTF-8 decode to
+MAX_HELD_TOKENS = 16  # a character has four bytes at most: this many tokens end in bytes that will never be one
 
 Message = dict[str, str]  # {"role": …, "content": …}
 
@@ -103,31 +104,37 @@ class TextTokenizer:
 class TextDetokenizer:
     """Decodes a short window of the last tokens, because what a token spells can depend on the one before it.
 
-    Text of `ids[start:given]` has been given out; a window that ends in U+FFFD waits for the rest of its character.
+    Text of `ids[:given]` has been given out; a window that ends in U+FFFD waits for the rest of its character.
     """
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0
         self._given = 0
 
     def push(self, token_id: int) -> str:
         self._ids.append(token_id)
         text = self._owed()
-        if not text or text.endswith(REPLACEMENT):
+        if not text:
+            self._ids.pop()  # a special token spells nothing, and many of them would make a long window
             return ""
-        self._start, self._given = self._given, len(self._ids)
+        if text.endswith(REPLACEMENT) and len(self._ids) - self._given < MAX_HELD_TOKENS:
+            return ""
+        self._shift()
         return text
 
     def flush(self) -> str:
         text = self._owed()
-        self._start = self._given = len(self._ids)
+        self._shift()
         return text
 
     def _owed(self) -> str:
-        given = self._tokenizer.decode(self._ids[self._start : self._given])
-        return self._tokenizer.decode(self._ids[self._start :])[len(given) :]
+        given = self._tokenizer.decode(self._ids[: self._given])
+        return self._tokenizer.decode(self._ids)[len(given) :]
+
+    def _shift(self) -> None:
+        del self._ids[: self._given]
+        self._given = len(self._ids)
 
 
 class ByteTokenizer:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from p99lab.errors import BadParameterError, DeliverableMissingError, ModelError
 from p99lab.lab.kernel import run_kernel
 from p99lab.lab.run_folder import UnwritableError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
     from nbformat import NotebookNode
 
+_USER_ERRORS = {error.__name__: error.exit_code for error in (BadParameterError, DeliverableMissingError, ModelError)}
 _START_TIMEOUT_S = 120.0
 _INTERRUPT_GRACE_S = 3.0  # for a cell to come to rest, and its last output to arrive, after an interrupt
 _OUTPUT_TIMEOUT_S = 30
@@ -321,10 +323,10 @@ class _Session:
 
 
 def of_error(name: str, value: str, where: str) -> Ending:
-    """What an exception in a cell means; `sys.exit` ends the run with the code it was given."""
+    """What an exception in a cell means: the lab's own errors keep their exit codes, and so does `sys.exit`."""
     if name != "SystemExit":
         said = [name, *value.strip().splitlines()[:1]]
-        return Ending("failed", 10, f"{where}: {': '.join(said)}")
+        return Ending("failed", _USER_ERRORS.get(name, 10), f"{where}: {': '.join(said)}")
     if value in ("", "None", "0"):
         return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
     code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1

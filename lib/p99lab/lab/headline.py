@@ -241,12 +241,12 @@ class _Experiment:
         self._blocks.append(block)
 
     def _queries(self, load: Load, number: int) -> Iterator[Query]:
-        """Block `number`'s stretch of the workload's queries; all of it is made before the clock starts."""
-        num_sent = (load.num_requests or 0) + load.num_warmup_requests(self._parameters.concurrency)
-        stretch = num_sent + 8 * self._parameters.concurrency  # the load is kept up until the last one is answered
+        """Block `number`'s stretch of the queries, as long for every arm; all of it is made before the clock starts."""
         endless = queries(self._workload, self._documents, load, self._target.tokenize)
-        if isinstance(load, OpenLoad):
-            return iter(list(itertools.islice(endless, stretch)))
+        longest = self._closed_load(_arm(FULL)) if isinstance(load, ClosedLoad) else load
+        concurrency = self._parameters.concurrency
+        num_sent = (longest.num_requests or 0) + longest.num_warmup_requests(concurrency)
+        stretch = num_sent + 8 * concurrency  # the load is kept up until the last measured one is answered
         return iter(list(itertools.islice(endless, number * stretch, (number + 1) * stretch)))
 
     def _closed_load(self, arm: Arm) -> ClosedLoad:
@@ -256,6 +256,7 @@ class _Experiment:
             num_requests=max(1, math.ceil(num_requests / _num_blocks(arm, parameters))),
             duration_s=parameters.max_block_s,
             concurrency=parameters.concurrency,
+            warmup_share=0.1 if arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
             cache=arm.cache_state,
         )
 
@@ -277,7 +278,7 @@ def _engine_config(parameters: Headline01) -> EngineConfig:
     """A pool that holds the documents, every client's private pages, and as much again for what has been answered."""
     page_size = CacheConfig().page_size
     document_pages = -(-parameters.document_tokens_max // page_size)
-    private_tokens = parameters.question_tokens_max + parameters.answer_tokens
+    private_tokens = parameters.question_tokens_max + parameters.answer_tokens_max
     client_pages = document_pages + -(-private_tokens // page_size) + 1  # without a cache it holds its document too
     return EngineConfig(
         model=ModelConfig(name=parameters.model, dtype=parameters.dtype, device=parameters.device),
@@ -293,7 +294,7 @@ def _workload(parameters: Headline01) -> Workload:
         num_documents=parameters.num_documents,
         document_tokens=(parameters.document_tokens_min, parameters.document_tokens_max),
         question_tokens=(parameters.question_tokens_min, parameters.question_tokens_max),
-        answer_tokens=(parameters.answer_tokens, parameters.answer_tokens),
+        answer_tokens=(parameters.answer_tokens_min, parameters.answer_tokens_max),
         vocab_size=parameters.random_tokens,
         seed=parameters.seed,
     )

@@ -41,7 +41,7 @@ def _conditions(headline: Headline) -> dict[str, Any]:
         "geometry": headline.geometry,
         "device": parameters.device.split(":")[0],
         "nodes": 1,
-        "context": max(headline.document_tokens) + parameters.question_tokens_max + parameters.answer_tokens,
+        "context": max(headline.document_tokens) + parameters.question_tokens_max + parameters.answer_tokens_max,
         "concurrency": parameters.concurrency,
     }
 

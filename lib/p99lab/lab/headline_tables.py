@@ -116,12 +116,13 @@ def _remarks(cell: Cell, latency: Distribution) -> Iterable[str]:
 def _ablation_row(cell: Cell) -> dict[str, Any]:
     latency = cell.metrics["e2e"]
     name, figure = _deepest_tail(latency)
+    bounded = figure.low is not None and figure.high is not None
     return {
         "arm": cell.arm.name,
         "p50": _number(latency.percentiles["p50"].value),
         "tail": _number(figure.value),
-        "low": _number(figure.low),
-        "high": _number(figure.high),
+        "low": _number(figure.low if bounded else None),
+        "high": _number(figure.high if bounded else None),
         "tail_name": name,
     }
 

@@ -48,7 +48,8 @@ class Headline01(StrictModel):
     document_tokens_max: int = Field(ge=1)
     question_tokens_min: int = Field(ge=1)
     question_tokens_max: int = Field(ge=1)
-    answer_tokens: int = Field(ge=1)
+    answer_tokens_min: int = Field(ge=1)
+    answer_tokens_max: int = Field(ge=1)
     concurrency: int = Field(ge=1)  # clients of the closed load
     max_num_seqs: int = Field(ge=1)
     chunk_tokens: int = Field(ge=1)  # prompt and decode tokens of a step, from `+chunked` on

@@ -49,18 +49,19 @@ def ecdf(
             axes.plot([low, high], [height, height], "|-", color=_colour(list(samples).index(arm)), lw=2.5, ms=11)
         label = f"P{quantile * 100:g}" + (", 95 % CI beneath it" if intervals else "")
         axes.axhline(quantile, color="0.45", lw=0.8, zorder=0, label=label)
-        axes.set(xlabel=f"{quantity} ({unit})", ylabel="share of requests", ylim=(0, 1.03))
-        axes.legend(loc="lower right")
+        axes.set(ylabel="share of requests", ylim=(0, 1.03))
+        every = np.concatenate([np.asarray(values, float) for values in samples.values()])
+        _scale_latency(axes, every, f"{quantity} ({unit})")
+        _legend_above(figure, axes, columns=2)
     return figure
 
 
 def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Figure:
-    """When each request started and how long it took, one panel per arm on one scale; the steady window is shaded.
+    """When each request started and how long it took, a panel with its own scale per arm; the steady window is shaded.
 
     `runs`: by arm, columns `start_s`, `latency_s` and `steady` (whether the request lies in the measured window).
     """
     with _panels(len(runs), height=1.0 + 1.25 * len(runs)) as (figure, panels):
-        highest = max((frame["latency_s"].max() for frame in runs.values() if len(frame)), default=1.0)
         for number, (axes, (arm, frame)) in enumerate(zip(panels, runs.items(), strict=True)):
             steady = frame.loc[frame["steady"].astype(bool), "start_s"]
             if len(steady):
@@ -68,8 +69,9 @@ def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Fi
             style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "color": _colour(number)}
             axes.scatter(frame["start_s"], frame["latency_s"], s=12, alpha=0.75, lw=0, **style)
             axes.set_title(arm, loc="left", fontsize="medium")
-            axes.set_ylim(0, 1.05 * highest)
             axes.set_xlim(left=0)
+            axes.set_ylim(bottom=0)
+            axes.margins(y=0.15)
         panels[-1].set_xlabel("start of the request, since its block began (s); shaded: steady window")
         figure.supylabel(f"{quantity} (s)", fontsize="medium")
     return figure
@@ -94,25 +96,25 @@ def attribution(shares: pd.DataFrame, unit: str = "s", title: str = "") -> Figur
 
 
 def ablation(arms: pd.DataFrame, unit: str = "s", quantity: str = "TTFT") -> Figure:
-    """What each measure buys: a bar to the median, a point at the tail with its confidence interval.
+    """What each measure buys: a dot at the median, a mark at the tail with its confidence interval, a line between.
 
-    `arms`: one row per arm, columns `arm`, `p50`, `tail`, `low`, `high` (the tail's 95 % CI; NaN draws the point alone)
+    `arms`: one row per arm, columns `arm`, `p50`, `tail`, `low`, `high` (the tail's 95 % CI; NaN draws the mark alone)
     and `tail_name` (`P99`, or `P90` where n was too small for it).
     """
     with _axes(height=1.3 + 0.46 * len(arms)) as (figure, axes):
         rows = np.arange(len(arms))
-        axes.barh(rows, arms["p50"], height=0.55, color=PALETTE[4], hatch="///", edgecolor="white", label="P50")
+        axes.hlines(rows, arms["p50"], arms["tail"], color="0.7", lw=2, zorder=1)
+        axes.plot(arms["p50"], rows, "o", color=PALETTE[0], ms=8, label="P50")
         for number, (name, group) in enumerate(arms.assign(row=rows).groupby("tail_name", sort=False)):
             tail = group["tail"].to_numpy(float)
             spread = [tail - group["low"].to_numpy(float), group["high"].to_numpy(float) - tail]
             marker: dict[str, Any] = {"fmt": MARKERS[number + 1], "color": (PALETTE[3], PALETTE[6])[number % 2]}
             label = f"{name}, 95 % CI" if np.isfinite(spread).any() else str(name)
-            axes.errorbar(tail, group["row"], xerr=np.nan_to_num(spread), capsize=4, ms=6, label=label, **marker)
+            axes.errorbar(tail, group["row"], xerr=np.nan_to_num(spread), capsize=4, ms=7, label=label, **marker)
         axes.set_yticks(rows, list(arms["arm"]))
-        axes.invert_yaxis()
-        axes.set(xlabel=f"{quantity} ({unit})")
-        axes.set_xlim(left=0)
+        axes.set_ylim(len(arms) - 0.5, -0.5)
         axes.grid(axis="y", visible=False)
+        _scale_latency(axes, arms[["p50", "tail"]].to_numpy(float), f"{quantity} ({unit})")
         _legend_above(figure, axes)
     return figure
 
@@ -168,6 +170,24 @@ def _style() -> Any:
     }
 
 
+def _scale_latency(axes: Axes, values: ArrayLike, label: str) -> None:
+    """A logarithmic axis with plain numbers where arms differ by more than a factor of eight, else one from 0."""
+    finite = np.asarray(values, float)
+    finite = finite[np.isfinite(finite)]
+    axes.set_xlabel(label)
+    if not len(finite) or finite.min() <= 0 or finite.max() / finite.min() < 8:
+        axes.set_xlim(left=0)
+        return
+    axes.set_xscale("log")
+    axes.set_xlim(finite.min() / 1.3, finite.max() * 1.3)
+    axes.set_xlabel(f"{label}, logarithmic")
+    ticks = [step * 10.0**power for power in range(-4, 5) for step in (1, 2, 5)]
+    low, high = axes.get_xlim()
+    axes.set_xticks([tick for tick in ticks if low <= tick <= high])
+    axes.set_xticks([], minor=True)
+    axes.xaxis.set_major_formatter("{x:g}")
+
+
 def _colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
 
@@ -176,6 +196,6 @@ def _line(number: int) -> dict[str, Any]:
     return {"color": _colour(number), "ls": LINES[number % len(LINES)], "lw": 2.0}
 
 
-def _legend_above(figure: Figure, axes: Axes) -> None:
+def _legend_above(figure: Figure, axes: Axes, columns: int = 3) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(3, max(1, len(labels))))
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(columns, max(1, len(labels))))

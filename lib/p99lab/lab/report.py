@@ -48,11 +48,13 @@ def _split_title(notebook: nbformat.NotebookNode, fallback: str) -> tuple[str, n
 
 def _exporter() -> HTMLExporter:
     from nbconvert.exporters import HTMLExporter
+    from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 
+    merged_streams: Any = CoalesceStreamsPreprocessor(enabled=True)  # type: ignore[no-untyped-call]
     return HTMLExporter(  # type: ignore[no-untyped-call]
         template_name="page",
         extra_template_basedirs=[str(_TEMPLATES)],
-        preprocessors=[],
+        preprocessors=[merged_streams],
         default_preprocessors=[],
         exclude_anchor_links=True,
         mathjax_url="",

@@ -79,7 +79,7 @@ def figure(name: str, drawing: Figure, alt: str = "") -> Image:
 
 
 def shown(value: Any) -> str:
-    """A value in a table: four significant digits, no exponent, a dash for nothing."""
+    """A value in a table: three significant digits, no exponent, a dash for nothing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -96,7 +96,7 @@ def _shown_number(value: int | float) -> str:
         return f"{value:,}".replace(",", " ")  # a thin space
     if value == 0:
         return "0"
-    decimals = max(0, 3 - math.floor(math.log10(abs(value))))
+    decimals = max(0, 2 - math.floor(math.log10(abs(value))))
     return f"{value:,.{decimals}f}".replace(",", " ")
 
 

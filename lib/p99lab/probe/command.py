@@ -221,7 +221,11 @@ def to_rows(result: ProbeResult) -> list[list[str]]:
     """
     closed = result.options.load == "closed"
     return [
-        [name, str(metric.n), *(_cell(column, figure) for column, figure in _figures(metric).items())]
+        [
+            name.replace("_from_send", ", sent"),
+            str(metric.n),
+            *(_cell(column, figure) for column, figure in _figures(metric).items()),
+        ]
         for name, metric in result.summary.metrics.items()
         if metric.n and not (closed and name.endswith("_from_send"))
     ]

@@ -133,7 +133,10 @@ def spread(values: FloatArray, seed: int = 0) -> Figure:
     if n < 8:
         return Figure(None, None, None, n, effective, f"n too small: {n} of the 8 that a spread needs")
     block = max(-(-n // effective), -(-n // _MAX_BLOCKS)) * (1 if effective == n else 2)
-    low, high = np.quantile(_resampled_spread(kept - kept.mean(), min(block, n), seed), [TAIL, 1 - TAIL])
+    if 4 * block > n:
+        value, reason = float(kept.std(ddof=1)), f"no bounds: {n} correlated values are worth {effective}"
+        return Figure(value, None, None, n, effective, reason)
+    low, high = np.quantile(_resampled_spread(kept - kept.mean(), block, seed), [TAIL, 1 - TAIL])
     return Figure(float(kept.std(ddof=1)), float(low), float(high), n, effective)
 
 

@@ -57,9 +57,19 @@ async def drive(
     """
     before = await target.counters()
     sending = _Sending(target, load, queries, on_progress, clock, spin_s)
-    await sending.run()
+    try:
+        await sending.run()
+    except BaseExceptionGroup as group:
+        raise _first(group) from None  # the fault itself; what it cancelled adds nothing
     records = tuple(sorted(sending.records, key=lambda record: record.index))
     return Run(records, before, await target.counters())
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
 
 
 @dataclass(slots=True)

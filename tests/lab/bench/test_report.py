@@ -1,0 +1,54 @@
+"""Benchmarks: the shape of their rows, not their speed."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+
+from p99lab.errors import BadParameterError
+from p99lab.lab.bench import plan, report
+from p99lab.lab.bench.rows import BenchRow
+
+KEYS = ["name", "value", "unit", "floor", "ratio_to_floor", "peer", "peer_value", "ratio_to_peer"]
+
+
+def test_json_has_the_published_shape() -> None:
+    rows = plan.run(plan.PlanBench(num_requests=4, num_documents=2, prompt_len=300, question_len=20, repeats=2))
+    record = report.as_record(rows)
+    assert list(record) == ["hardware", "git", "rows"]
+    assert isinstance(record["hardware"], str)
+    assert "revision" in record["git"]
+    for row in record["rows"]:
+        assert list(row) == KEYS
+        assert row["value"] > 0
+    whole = record["rows"][0]
+    assert whole["ratio_to_floor"] == pytest.approx(whole["value"] / whole["floor"])
+
+
+def test_a_table_leaves_unknown_figures_empty() -> None:
+    table = report.table(
+        [BenchRow("decode", 0.05, "s", 0.04, 1.25, "transformers", 0.1, 2.0), BenchRow("part", 1, "ms")]
+    )
+    assert table.row_count == 2
+    assert [list(column.cells)[1] for column in table.columns] == ["part", "1 ms", "", "", "", "", ""]
+
+
+def test_an_unknown_benchmark_is_named_with_its_nearest() -> None:
+    with pytest.raises(BadParameterError, match="no benchmark 'plna'; did you mean 'plan'"):
+        report.run("plna")
+
+
+@pytest.mark.model
+def test_the_engine_and_transformers_answer_the_same_sizes(smollm2_dir) -> None:
+    from p99lab.lab.bench import cpu
+
+    bench = cpu.CpuBench(context_len=96, num_decode_steps=2, num_questions=2, question_len=8, answer_len=3, repeats=1)
+    rows = cpu.run(bench)
+    assert [row.peer for row in rows] == ["transformers"] * 3
+    for row in rows:
+        assert all(math.isfinite(value) and value > 0 for value in asdict(row).values() if isinstance(value, float))
+    prefill, decode, shared = rows
+    for row in (prefill, decode):
+        assert row.ratio_to_peer == pytest.approx(row.peer_value / row.value)
+    assert shared.ratio_to_peer == pytest.approx(shared.value / shared.peer_value)
+    assert shared.ratio_to_floor == pytest.approx(shared.floor / shared.value)

@@ -1,0 +1,201 @@
+"""The headline experiment on a tiny random model: what each arm is sent, what is found, how claims are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+
+import numpy as np
+import pandas as pd
+import pytest
+from tests.engine.tiny_models import save_tiny_model
+
+from p99lab.lab import headline, headline_figures, headline_tables
+from p99lab.lab.headline import ARMS, Block, Headline
+from p99lab.lab.parameters import Headline01
+from p99lab.probe.load import Run
+from p99lab.probe.records import Outcome, Phase, RequestRecord
+from p99lab.probe.stats import SHARES, summarise
+from p99lab.probe.workload import ClosedLoad
+
+BUILT = [arm.name for arm in ARMS if arm.built]
+
+
+@pytest.fixture(scope="module")
+def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
+    directory = tmp_path_factory.mktemp("llama")
+    save_tiny_model("llama", directory)
+    return Headline01(
+        model=str(directory),
+        dtype="float32",
+        device="cpu",
+        threads=1,
+        random_tokens=127,
+        num_documents=2,
+        document_tokens_min=150,
+        document_tokens_max=300,
+        question_tokens_min=8,
+        question_tokens_max=12,
+        answer_tokens_min=2,
+        answer_tokens_max=4,
+        concurrency=3,
+        max_num_seqs=8,
+        chunk_tokens=64,
+        requests_for_p99=48,
+        requests_for_p90=12,
+        requests_without_cache=4,
+        num_blocks=2,
+        open_requests=12,
+        open_share=0.2,
+        max_block_s=30.0,
+        slo_p99_s=2.0,
+        seed=3,
+    )
+
+
+@pytest.fixture(scope="module")
+def measured(parameters: Headline01) -> Headline:
+    return headline.run(parameters)
+
+
+def test_every_built_arm_runs_its_blocks_and_long_arms_an_open_load(measured: Headline) -> None:
+    blocks = Counter((block.arm.name, block.load) for block in measured.blocks)
+    closed = {(name, "closed"): 1 if name == "no cache" else 2 for name in BUILT}
+    assert blocks == {**closed, **{(name, "open"): 1 for name in headline.LONG_ARMS}}
+
+
+def test_all_arms_are_sent_the_same_requests(measured: Headline) -> None:
+    for number in range(2):
+        blocks = [block for block in measured.blocks if block.load == "closed" and block.number == number]
+        sent = [[record.prompt_digest for record in block.run.records] for block in blocks]
+        shortest = min(map(len, sent))
+        assert shortest > 4
+        assert len({tuple(digests[:shortest]) for digests in sent}) == 1
+
+
+def test_no_block_finds_more_in_the_cache_than_it_declares(measured: Headline) -> None:
+    for block in measured.blocks:
+        assert block.summary.hit_rates.verdict == "as declared", block
+        cached = {record.num_cached_tokens for record in block.used}
+        assert (cached == {0}) == (not block.arm.prefix_cache)
+        for record in block.used:
+            assert (record.num_cached_tokens or 0) < record.num_document_tokens + 8  # no question was there before
+
+
+def test_every_request_is_answered_whole(measured: Headline) -> None:
+    for block in measured.blocks:
+        assert all(record.outcome is Outcome.OK for record in block.used)
+        assert all(record.num_output_tokens == record.max_tokens for record in block.used)
+
+
+def test_tables_cover_every_cell(measured: Headline) -> None:
+    summary = headline_tables.summary(measured)
+    assert list(summary["arm"][summary["load"] == "closed"]) == BUILT
+    percentiles = headline_tables.percentiles(measured)
+    assert set(percentiles["metric"]) >= {"ttft", "itl", "tpot", "e2e", "queue_time"}
+    assert set(headline_tables.hit_rates(measured)["checked"]) == {"as declared"}
+    assert len(headline_tables.windows(measured)) == len(measured.blocks)
+    assert list(headline_tables.timelines(measured)) == BUILT
+    requests = measured.requests().to_pandas()
+    assert len(requests) == sum(len(block.run.records) for block in measured.blocks)
+    assert set(requests["arm"]) == set(BUILT)
+
+
+def test_attribution_sums_to_the_latency(measured: Headline) -> None:
+    shares = headline_tables.attribution(measured)
+    assert list(shares.index) == [f"{arm}: {what}" for arm in BUILT for what in ("slowest", "mean")]
+    slowest = max(value for value in headline_tables.latencies(measured)["stock"])
+    assert shares.loc["stock: slowest"].sum() == pytest.approx(slowest)
+    assert (shares.to_numpy() > -1e-6).all()
+
+
+def test_too_few_requests_give_no_verdict_on_a_tail(measured: Headline) -> None:
+    figures = {figure.metric: figure for figure in headline_figures.figures(measured)}
+    assert "p99_ratio" not in figures
+    assert figures["share_allocation"].takes is not None
+    verdicts = headline_figures.verdicts(figures.values()).set_index("claim")["verdict"]
+    assert verdicts["c1.p99_ratio"] == "none"
+    assert verdicts["c1.warm_lengths"] == "not testable here"
+
+
+# --- figures from records that are made up, so that what must come out is known ------------------------------------
+
+
+def _record(index: int, latency_s: float, **shares: float) -> RequestRecord:
+    sent_s = index * 0.01
+    times = (sent_s + latency_s / 2, sent_s + latency_s)
+    booked = {f"{name}_s": 0.0 for name in SHARES[1:-1]} | {f"{name}_s": value for name, value in shares.items()}
+    return RequestRecord(
+        index=index,
+        phase=Phase.MEASURED,
+        document=0,
+        client=0,
+        intended_s=None,
+        send_s=sent_s,
+        first_token_s=times[0],
+        end_s=times[1],
+        token_times_s=times,
+        outcome=Outcome.OK,
+        error=None,
+        max_tokens=2,
+        num_prompt_tokens=1010,
+        num_document_tokens=1000,
+        num_cached_tokens=1000,
+        num_output_tokens=2,
+        prompt_digest=str(index),
+        **booked,
+    )
+
+
+def _made_up(measured: Headline, stock_scale: float, full_scale: float, num_refusals: int = 0) -> Headline:
+    """800 requests per long arm, latencies spread over 1 to 2 times the scale, a tenth of it scheduling."""
+    order = np.random.default_rng(0).permutation(800)
+    blocks = []
+    for name, scale in (("stock", stock_scale), ("+shared-prefix groups", full_scale)):
+        template = next(block for block in measured.blocks if block.arm.name == name)
+        latencies = [scale * (1 + place / 800) for place in order]
+        records = tuple(
+            _record(i, s, queue=0.3 * s, prefill=0.4 * s, decode=0.2 * s, scheduling=0.1 * s)
+            for i, s in enumerate(latencies)
+        )
+        run = Run(records, {}, {})
+        stats = dataclasses.replace(template.stats, num_refusals=num_refusals, num_preemptions=0)
+        summary = summarise(run, ClosedLoad(num_requests=800))
+        blocks.append(Block(template.arm, "closed", 0, 0, run, summary, stats))
+    return dataclasses.replace(measured, blocks=tuple(blocks))
+
+
+def _figures(made_up: Headline) -> dict[str, headline_figures.Figure]:
+    return {figure.metric: figure for figure in headline_figures.figures(made_up)}
+
+
+def test_a_tail_three_times_shorter_shows_the_direction_and_lists_what_differs(measured: Headline) -> None:
+    figures = _figures(_made_up(measured, 3.0, 1.0))
+    ratio = figures["p99_ratio"]
+    assert ratio.value == pytest.approx(3.0)
+    assert ratio.ci95 is not None
+    assert ratio.ci95[0] < 3.0 < ratio.ci95[1]
+    row = headline_figures.verdicts(figures.values()).set_index("claim").loc["c1.p99_ratio"]
+    assert row["verdict"] == "direction only"
+    assert "concurrency 3 (stated 64)" in row["why"]
+
+
+def test_no_difference_shows_no_direction(measured: Headline) -> None:
+    verdicts = headline_figures.verdicts(_figures(_made_up(measured, 1.0, 1.0)).values()).set_index("claim")["verdict"]
+    assert verdicts["c1.p99_ratio"] == "none"
+
+
+def test_waiting_counts_as_allocation_only_where_pages_were_lacking(measured: Headline) -> None:
+    enough = _figures(_made_up(measured, 1.0, 1.0))["share_allocation"]
+    lacking = _figures(_made_up(measured, 1.0, 1.0, num_refusals=1))["share_allocation"]
+    assert enough.value == pytest.approx(10.0)
+    assert lacking.value == pytest.approx(40.0)
+
+
+def test_the_ablation_shows_the_deepest_tail_that_n_allows(measured: Headline) -> None:
+    deep = headline_tables.ablation(_made_up(measured, 2.0, 1.0)).set_index("arm")
+    assert set(deep["tail_name"]) == {"P99"}
+    assert deep.loc["stock", "low"] < deep.loc["stock", "tail"] < deep.loc["stock", "high"]
+    shallow = headline_tables.ablation(measured).set_index("arm")
+    assert shallow.loc["no cache", "tail_name"] == "max"
+    assert pd.isna(shallow.loc["no cache", "low"])

@@ -1,38 +1,16 @@
-"""The engine's surface: batches, loops, streams, cancelling, accounts of time and pages."""
-
-import asyncio
-from collections.abc import Iterator
-from contextlib import aclosing
+"""The engine's surface: batches, loops, limits, cancelling, reconfiguring, accounts of time and pages."""
 
 import numpy as np
 import pytest
-from tests.engine.tiny_models import save_tiny_model
 
-from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, SchedulerConfig
+from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import FinishReason, SamplingParams
-from p99lab.errors import BadParameterError, EngineClosedError
+from p99lab.engine.scheduler import RequestTooLargeError
+from p99lab.errors import BadParameterError
 
 PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llama")
-    save_tiny_model("llama", path)
-    return str(path)
-
-
-@pytest.fixture
-def config(directory: str) -> EngineConfig:
-    return EngineConfig(model=directory, cache=CacheConfig(page_size=4, num_pages=200))
-
-
-@pytest.fixture
-def engine(config: EngineConfig) -> Iterator[Engine]:
-    with Engine(config) as engine:
-        yield engine
 
 
 def test_two_engines_in_one_process_answer_alike_and_share_nothing(config: EngineConfig, engine: Engine) -> None:
@@ -72,59 +50,6 @@ def test_generation_ends_at_the_models_eos_or_a_stop_id_unless_ignored(engine: E
     assert engine.generate([PROMPTS[0]], LONG)[0].finish_reason is FinishReason.LENGTH
 
 
-def test_streams_of_many_clients_equal_a_batch(engine: Engine) -> None:
-    expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
-
-    async def client(prompt: list[int]) -> list[int | None]:
-        return [event.token_id async for event in engine.stream(prompt, LONG)]
-
-    async def clients() -> list[list[int | None]]:
-        return await asyncio.gather(*(client(prompt) for prompt in PROMPTS))
-
-    assert asyncio.run(clients()) == expected
-    assert asyncio.run(clients()) == expected  # a second event loop over the same engine
-
-
-def test_a_client_that_leaves_gives_its_pages_back(engine: Engine) -> None:
-    async def leave() -> None:
-        async with aclosing(engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))) as events:
-            async for _ in events:
-                break
-        for _ in range(1000):
-            if not engine.has_work:
-                return
-            await asyncio.sleep(0.01)
-
-    asyncio.run(leave())
-    assert not engine.has_work
-    assert engine.stats().num_active_pages == 0
-
-
-def test_a_wrong_request_ends_its_own_stream_only(engine: Engine) -> None:
-    async def one(prompt: list[int]) -> int:
-        return len([event async for event in engine.stream(prompt, LONG)])
-
-    async def both() -> list[int | BaseException]:
-        return await asyncio.gather(one([10**6]), one(PROMPTS[0]), return_exceptions=True)
-
-    wrong, right = asyncio.run(both())
-    assert isinstance(wrong, BadParameterError)
-    assert right == 20
-
-
-def test_closing_the_engine_ends_open_streams_with_an_error(config: EngineConfig) -> None:
-    async def run() -> None:
-        engine = Engine(config)
-        events = engine.stream(PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
-        await anext(events)
-        await asyncio.to_thread(engine.close)
-        with pytest.raises(EngineClosedError):
-            async for _ in events:
-                pass
-
-    asyncio.run(run())
-
-
 @pytest.mark.parametrize(
     ("prompt", "params", "message"),
     [
@@ -132,6 +57,7 @@ def test_closing_the_engine_ends_open_streams_with_an_error(config: EngineConfig
         ([1, 128], LONG, "token id 128 is outside the vocabulary of 128"),
         ([-1], LONG, "token id -1"),
         ([1] * 500, LONG, "500 prompt tokens and 20 to generate exceed the model's 512"),
+        ([1], SamplingParams(logprobs=200), "logprobs=200 exceeds the vocabulary of 128"),
     ],
 )
 def test_impossible_requests_are_refused_in_one_line(engine: Engine, prompt, params, message: str) -> None:
@@ -140,9 +66,18 @@ def test_impossible_requests_are_refused_in_one_line(engine: Engine, prompt, par
     assert not engine.has_work
 
 
-def test_a_batch_with_a_wrong_prompt_runs_nothing(engine: Engine) -> None:
-    with pytest.raises(BadParameterError):
-        engine.generate([PROMPTS[0], [128]], LONG)
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "message"),
+    [
+        ([PROMPTS[0], [128]], LONG, "outside the vocabulary"),
+        ([PROMPTS[0], [1] * 500], LONG, "exceed"),
+        ([[1], [2]], [LONG], "2 prompts with 1 samplings"),
+        ("one text", LONG, "a list of prompts"),
+    ],
+)
+def test_a_batch_with_something_wrong_runs_nothing(engine: Engine, prompts, sampling, message: str) -> None:
+    with pytest.raises(BadParameterError, match=message):
+        engine.generate(prompts, sampling)
     assert not engine.has_work
     assert engine.stats().num_steps == 0
 
@@ -161,6 +96,111 @@ def test_cancelled_requests_end_with_an_event_and_without_pages(engine: Engine) 
     assert engine.stats().num_active_pages == 0
 
 
+@pytest.mark.parametrize("page_size", [1, 3, 4, 16, 64])
+@pytest.mark.parametrize("num_tokens", [63, 64, 65])
+def test_prompts_may_end_on_page_boundaries(engine: Engine, tiny_llama: str, page_size: int, num_tokens: int) -> None:
+    prompts = [list(range(1, 1 + num_tokens)), list(range(1, 1 + num_tokens)), [*range(1, 65), 9]]
+    cache = CacheConfig(page_size=page_size, num_pages=300)
+    grouping = GroupingConfig(min_shared_tokens=1)
+    with Engine(EngineConfig(model=tiny_llama, cache=cache, grouping=grouping)) as other:
+        for _ in range(2):
+            assert _tokens(other, prompts) == _tokens(engine, prompts)
+        other.check()
+
+
+def _tokens(engine: Engine, prompts: list[list[int]], num_tokens: int = 6) -> list[list[int]]:
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    return [completion.token_ids for completion in engine.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    "scheduler",
+    [
+        SchedulerConfig(max_num_batched_tokens=1),
+        SchedulerConfig(max_num_seqs=1),
+        SchedulerConfig(composition="stock", max_num_batched_tokens=8),
+        SchedulerConfig(policy="priority", max_num_batched_tokens=7, max_num_seqs=2),
+    ],
+    ids=str,
+)
+def test_the_narrowest_schedules_give_the_same_tokens(engine: Engine, scheduler: SchedulerConfig) -> None:
+    expected = _tokens(engine, PROMPTS)
+    engine.forget_except([])
+    engine.reconfigure(scheduler)
+    assert _tokens(engine, PROMPTS) == expected
+
+
+def test_the_models_last_position_can_be_used_and_no_more(engine: Engine) -> None:
+    assert len(_tokens(engine, [[1] * 511], 1)[0]) == 1
+    assert len(_tokens(engine, [[1] * 100], 412)[0]) == 412
+    with pytest.raises(BadParameterError, match="exceed the model's 512"):
+        _tokens(engine, [[1] * 512], 1)
+
+
+def test_a_request_may_fill_the_pool_to_its_last_slot(tiny_llama: str) -> None:
+    with Engine(EngineConfig(model=tiny_llama, cache=CacheConfig(page_size=4, num_pages=2))) as engine:
+        assert len(_tokens(engine, [[1, 2, 3]], 6)[0]) == 6  # the last token sampled needs no slot
+        assert len(_tokens(engine, [[1, 2, 3, 4, 5], [1, 2, 3, 4, 6]], 4)[1]) == 4
+        with pytest.raises(RequestTooLargeError, match="needs 3 pages of 4 tokens, the pool has 2"):
+            engine.add([1, 2, 3], SamplingParams(max_tokens=7))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("min_shared_tokens", [4, 10**6])
+def test_half_precision_stays_near_single(engine: Engine, tiny_llama: str, dtype, min_shared_tokens: int) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=0)
+    config = EngineConfig(
+        model=ModelConfig(name=tiny_llama, dtype=dtype),
+        cache=CacheConfig(page_size=4, num_pages=200),
+        scheduler=SchedulerConfig(max_num_batched_tokens=16),
+        grouping=GroupingConfig(min_shared_tokens=min_shared_tokens),
+    )
+    with Engine(config) as half:
+        for _ in range(2):
+            for ours, single in zip(half.generate(PROMPTS, params), engine.generate(PROMPTS, params), strict=True):
+                first, expected = ours.logprobs[0].chosen, single.logprobs[0].chosen
+                assert first == pytest.approx(expected, abs=0.1 if dtype == "bfloat16" else 0.02)
+
+
+def test_a_stop_string_ends_the_text_before_it(engine: Engine) -> None:
+    free = engine.generate([PROMPTS[0]], LONG)[0]
+    words = free.text.split()
+    stop = f"{words[6]} {words[7]}"
+    stopped = engine.generate([PROMPTS[0]], SamplingParams(max_tokens=20, ignore_eos=True, stop=(stop,)))[0]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.text == free.text[: free.text.index(stop)]
+    assert stopped.token_ids == free.token_ids[: len(stopped.token_ids)]
+    assert engine.stats().num_active_pages == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"device": "cdua"}}, "device 'cdua' cannot be used"),
+        ({"cache": {"num_pages": 10**12}}, "a pool of 1000000000000 pages takes .* GiB, more than 'cpu' has"),
+    ],
+)
+def test_what_the_machine_lacks_is_said_in_one_line(config: EngineConfig, change, message: str) -> None:
+    parts = config.model_dump()
+    for part, values in change.items():
+        parts[part] |= values
+    with pytest.raises(BadParameterError, match=message):
+        Engine(EngineConfig.parse(parts))
+
+
+def test_step_returns_events_of_requests_without_a_callback_only(engine: Engine) -> None:
+    called: list[int | None] = []
+    engine.add([1, 2], LONG, request_id="called", on_event=lambda event: called.append(event.token_id))
+    engine.add([1, 2], LONG, request_id="returned")
+    engine.generate([[3]], SamplingParams(max_tokens=3))  # steps for all, and takes nobody's events away
+    returned = []
+    while engine.has_work:
+        returned += engine.step()
+    assert {event.request_id for event in returned} == {"returned"}
+    assert [event.token_id for event in returned] == called
+    assert len(called) == 20
+
+
 class Clock:
     """Advances by one second whenever it is read."""
 
@@ -174,9 +214,9 @@ class Clock:
 
 @pytest.mark.parametrize("composition", ["chunked", "stock"])
 @pytest.mark.parametrize("num_pages", [30, 200])
-def test_every_moment_of_a_request_is_accounted_for(directory: str, composition, num_pages: int) -> None:
+def test_every_moment_of_a_request_is_accounted_for(tiny_llama: str, composition, num_pages: int) -> None:
     config = EngineConfig(
-        model=directory,
+        model=tiny_llama,
         cache=CacheConfig(page_size=4, num_pages=num_pages, prefix_cache=False),
         scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=16),
     )

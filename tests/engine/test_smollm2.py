@@ -57,18 +57,21 @@ def engine(smollm2_dir: Path) -> Iterator[Engine]:
         yield engine
 
 
-@torch.inference_mode()
 def greedy(peer: Any, prompt: IntArray) -> Answer:
-    """transformers' loop over its own cache."""
-    answer, cache = Answer([], []), None
+    """transformers' own loop over its own cache, one prompt at a time."""
     token_ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    for _ in range(NUM_TOKENS):
-        output = peer(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logprobs, cache = output.logits[0, -1].log_softmax(-1), output.past_key_values
-        answer.token_ids.append(int(logprobs.argmax()))
-        answer.logprobs.append(float(logprobs.max()))
-        token_ids = torch.tensor([[answer.token_ids[-1]]])
-    return answer
+    output = peer.generate(
+        token_ids,
+        attention_mask=torch.ones_like(token_ids),
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        eos_token_id=None,
+        use_cache=True,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    logprobs = [float(logits[0].log_softmax(-1).max()) for logits in output.logits]
+    return Answer(output.sequences[0, len(prompt) :].tolist(), logprobs)
 
 
 def assert_equal(completion: Completion, answer: Answer, name: str) -> None:

@@ -108,6 +108,22 @@ def test_any_ids_stream_to_what_they_decode_to(smollm2: TextTokenizer, token_ids
 
 
 @pytest.mark.model
+def test_special_tokens_in_between_change_nothing(smollm2: TextTokenizer) -> None:
+    token_ids = smollm2.encode(TEXTS[6]).tolist()
+    interleaved = [token_id for pair in zip(token_ids, [2] * len(token_ids), strict=True) for token_id in pair]
+    assert "".join(streamed(smollm2, interleaved)) == smollm2.decode(token_ids)
+
+
+@pytest.mark.model
+def test_endless_broken_bytes_are_not_held_forever(smollm2: TextTokenizer) -> None:
+    broken = smollm2.encode("🙂").tolist()[0]
+    assert smollm2.decode([broken]) == "\ufffd"
+    pieces = streamed(smollm2, [broken] * 40)
+    assert len([piece for piece in pieces[:-1] if piece]) == 2
+    assert set("".join(pieces)) == {"\ufffd"}
+
+
+@pytest.mark.model
 def test_chat_needs_a_template(smollm2: TextTokenizer, smollm2_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes((smollm2_dir / "tokenizer.json").read_bytes())
     with pytest.raises(BadParameterError, match="no chat template"):

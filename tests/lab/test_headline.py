@@ -47,7 +47,7 @@ def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
         num_blocks=2,
         open_requests=12,
         open_share=0.2,
-        max_block_s=30.0,
+        max_measuring_s=60.0,
         slo_p99_s=2.0,
         seed=3,
     )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,7 +16,7 @@ from p99lab.probe.documents import Passage
 from p99lab.probe.load import Run, drive
 from p99lab.probe.records import Outcome, RequestRecord
 from p99lab.probe.stats import measured, ttft
-from p99lab.probe.targets import InProcessTarget, OpenAITarget, TargetError
+from p99lab.probe.targets import InProcessTarget, OpenAITarget, TargetError, shared_interpreter
 from p99lab.probe.workload import ClosedLoad, Query
 
 pytestmark = pytest.mark.light
@@ -310,3 +311,10 @@ def test_priming_sends_each_document_once() -> None:
     asyncio.run(InProcessTarget(engine).prime(documents))
     assert [len(prompt) for prompt, _ in engine.asked] == [d.passage.num_tokens for d in documents]
     assert {sampling.max_tokens for _, sampling in engine.asked} == {1}
+
+
+def test_sharing_the_interpreter_is_undone() -> None:
+    before = sys.getswitchinterval()
+    with shared_interpreter():
+        assert sys.getswitchinterval() < 0.001
+    assert sys.getswitchinterval() == before

@@ -107,6 +107,8 @@ class Engine:
         Raises:
             AccountingError: pages or requests do not add up.
         """
+        if os.getpid() != self._pid:
+            return  # locks and thread are those of the process that this one was forked from
         with self._loop_lock:  # a stream is submitted before the loop is told to stop, or not at all
             self._closed = True
             if self._loop is not None:
@@ -215,7 +217,7 @@ class Engine:
             for request_id in list(self._live):
                 self.cancel(request_id)
             self._events.clear()
-            self._scheduler.check()
+            self.check()
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
@@ -288,6 +290,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """Counters since the start, pages by state, and step times."""
         return EngineStats.of(self._scheduler, self._tree.pool, self._step_times)
+
+    def check(self) -> None:
+        """Prove that pages and requests add up. Its cost grows with the cache, so it is not part of a step.
+
+        Raises:
+            AccountingError: they do not.
+        """
+        with self._lock:
+            self._usable_runner()
+            self._scheduler.check()
 
     def forget_except(self, prefixes: Sequence[IntArray]) -> None:
         """Evict all cached pages but those of `prefixes`: the cache as if only these had been primed."""

@@ -29,7 +29,7 @@ class KVPool:
     def allocate(
         cls, geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVPool:
-        """Reserve the pool, zeroed: masked keys are multiplied by 0, and garbage may hold a NaN.
+        """Reserve the pool, zeroed.
 
         On a CPU memory is taken page by page as it is first written (calloc), so a generous pool costs nothing.
 

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from p99lab.lab.parameters import Headline01
 from p99lab.probe.load import Run, drive
 from p99lab.probe.records import RequestRecord, to_table
 from p99lab.probe.stats import Distribution, Summary, measured, metric_values, summarise
-from p99lab.probe.targets import InProcessTarget
+from p99lab.probe.targets import InProcessTarget, shared_interpreter
 from p99lab.probe.workload import (
     CacheState,
     ClosedLoad,
@@ -85,6 +86,7 @@ ARMS = (
 NOTEBOOK = "01_headline_p99"
 BASELINE = "stock"
 FULL = [arm.name for arm in ARMS if arm.built][-1]
+WEIGHT_WITHOUT_CACHE = 20.0  # a request that computes its document takes about as long as so many that find it
 LONG_ARMS = (BASELINE, FULL)  # with enough requests for a P99, and an open load
 
 
@@ -184,10 +186,21 @@ def run(parameters: Headline01, on_block: OnBlock | None = None) -> Headline:
     threads_before = torch.get_num_threads()
     torch.set_num_threads(parameters.threads or threads_before)
     try:
-        with Engine(_engine_config(parameters)) as engine:
+        with shared_interpreter(), Engine(_engine_config(parameters)) as engine:
             return _Experiment(parameters, engine, on_block or (lambda line: None)).run()
     finally:
         torch.set_num_threads(threads_before)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A block that is still to run. `weight`: its share of the time, in closed requests over primed documents."""
+
+    arm: Arm
+    load: LoadKind
+    number: int
+    num_requests: int
+    weight: float
 
 
 class _Experiment:
@@ -201,77 +214,84 @@ class _Experiment:
         self._target = InProcessTarget(engine, parameters.model)
         self._documents = make_documents(self._workload, self._target.tokenize)
         self._blocks: list[Block] = []
+        self._left_s = parameters.max_measuring_s
 
     def run(self) -> Headline:
-        parameters = self._parameters
         self._tell(f"priming {len(self._documents)} documents")
-        self._prime()
-        plan = [(arm, number) for arm in ARMS if arm.built for number in range(_num_blocks(arm, parameters))]
-        random.Random(parameters.seed).shuffle(plan)
-        for arm, number in plan:
-            self._block(arm, "closed", number, self._closed_load(arm))
-        rate = self._open_rate()
-        if rate is not None:
-            for name in LONG_ARMS:
-                self._block(_arm(name), "open", 0, self._open_load(rate))
+        _in_a_loop_of_its_own(self._target.prime(self._documents))
+        plan = _plan(self._parameters)
+        for place, planned in enumerate(plan):
+            share = planned.weight / sum(later.weight for later in plan[place:])
+            self._block(planned, limit_s=max(1.0, self._left_s * share))
         return Headline(
-            parameters=parameters,
-            geometry=parameters.model.removeprefix("dummy:"),
+            parameters=self._parameters,
+            geometry=self._parameters.model.removeprefix("dummy:"),
             workload_digest=digest(self._workload, self._documents),
             document_tokens=tuple(document.passage.num_tokens for document in self._documents),
-            open_rate=rate,
+            open_rate=self._open_rate if self._parameters.open_requests else None,
             blocks=tuple(self._blocks),
         )
 
-    def _prime(self) -> None:
-        _in_a_loop_of_its_own(self._target.prime(self._documents))
-
-    def _block(self, arm: Arm, load_kind: LoadKind, number: int, load: Load) -> None:
-        self._tell(f"{load_kind} load, {arm.name}, block {number + 1}")
-        engine = self._engine
+    def _block(self, planned: _Planned, limit_s: float) -> None:
+        arm, engine = planned.arm, self._engine
+        self._tell(f"{planned.load} load, {arm.name}, block {planned.number + 1}, at most {limit_s:.0f} s")
         engine.quiesce()
         engine.reconfigure(
             arm.scheduler(self._parameters), GroupingConfig(enabled=arm.groups), prefix_cache=arm.prefix_cache
         )
         if arm.prefix_cache:
             engine.forget_except([_ids(document.passage.token_ids) for document in self._documents])
-        run = _in_a_loop_of_its_own(drive(self._target, load, self._queries(load, number)))
-        stats = engine.stats()
-        block = Block(arm, load_kind, number, len(self._blocks), run, summarise(run, load), stats)
-        self._blocks.append(block)
+        load = self._closed_load(planned, limit_s) if planned.load == "closed" else self._open_load(planned, limit_s)
+        sent = self._queries(load, planned)
+        began_s = time.perf_counter()
+        run = _in_a_loop_of_its_own(drive(self._target, load, sent))
+        self._left_s -= time.perf_counter() - began_s
+        summary, order = summarise(run, load), len(self._blocks)
+        self._blocks.append(Block(arm, planned.load, planned.number, order, run, summary, engine.stats()))
 
-    def _queries(self, load: Load, number: int) -> Iterator[Query]:
-        """Block `number`'s stretch of the queries, as long for every arm; all of it is made before the clock starts."""
+    def _queries(self, load: Load, planned: _Planned) -> Iterator[Query]:
+        """The block's stretch of the queries, which begins alike for every arm; all of it is made beforehand."""
         endless = queries(self._workload, self._documents, load, self._target.tokenize)
-        longest = self._closed_load(_arm(FULL)) if isinstance(load, ClosedLoad) else load
         concurrency = self._parameters.concurrency
-        num_sent = (longest.num_requests or 0) + longest.num_warmup_requests(concurrency)
-        stretch = num_sent + 8 * concurrency  # the load is kept up until the last measured one is answered
-        return iter(list(itertools.islice(endless, number * stretch, (number + 1) * stretch)))
+        num_sent = planned.num_requests + load.num_warmup_requests(concurrency)
+        if planned.arm.prefix_cache:  # the load is kept up until the last measured one is answered
+            num_sent += 8 * concurrency
+        start = planned.number * 2 * self._parameters.requests_for_p99
+        return iter(list(itertools.islice(endless, start, start + num_sent)))
 
-    def _closed_load(self, arm: Arm) -> ClosedLoad:
-        parameters = self._parameters
-        num_requests = _num_requests(arm, parameters)
+    def _closed_load(self, planned: _Planned, limit_s: float) -> ClosedLoad:
         return ClosedLoad(
-            num_requests=max(1, math.ceil(num_requests / _num_blocks(arm, parameters))),
-            duration_s=parameters.max_block_s,
-            concurrency=parameters.concurrency,
-            warmup_share=0.1 if arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
-            cache=arm.cache_state,
+            num_requests=planned.num_requests,
+            duration_s=limit_s,
+            concurrency=self._parameters.concurrency,
+            warmup_share=0.1 if planned.arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
+            cache=planned.arm.cache_state,
         )
 
-    def _open_load(self, rate: float) -> OpenLoad:
-        parameters = self._parameters
-        return OpenLoad(
-            num_requests=parameters.open_requests, duration_s=parameters.max_block_s, rate=rate, cache="primed"
-        )
+    def _open_load(self, planned: _Planned, limit_s: float) -> OpenLoad:
+        return OpenLoad(num_requests=planned.num_requests, duration_s=limit_s, rate=self._open_rate, cache="primed")
 
-    def _open_rate(self) -> float | None:
-        """A share of what `stock` can answer at most, the same for all arms."""
-        if not self._parameters.open_requests:
-            return None
-        rates = [block.summary.requests_per_s or 0.0 for block in self._blocks if block.arm.name == BASELINE]
+    @property
+    def _open_rate(self) -> float:
+        """A share of what `stock` can answer at most, the same for all arms, in requests per second."""
+        rates = [b.summary.requests_per_s or 0.0 for b in self._blocks if (b.arm.name, b.load) == (BASELINE, "closed")]
         return self._parameters.open_share * sum(rates) / len(rates)
+
+
+def _plan(parameters: Headline01) -> list[_Planned]:
+    """Closed blocks of all arms in seeded random order, then the open ones, whose rate the closed ones decide."""
+    closed = [_closed_block(arm, number, parameters) for arm in ARMS for number in range(_num_blocks(arm, parameters))]
+    random.Random(parameters.seed).shuffle(closed)
+    num_open = parameters.open_requests
+    pace = 1.0 / parameters.open_share  # an open load is answered no faster than it arrives
+    opened = [_Planned(_arm(name), "open", 0, num_open, num_open * pace) for name in LONG_ARMS if num_open]
+    return closed + opened
+
+
+def _closed_block(arm: Arm, number: int, parameters: Headline01) -> _Planned:
+    num_requests = math.ceil(_num_requests(arm, parameters) / _num_blocks(arm, parameters))
+    weight = num_requests if arm.prefix_cache else num_requests * WEIGHT_WITHOUT_CACHE
+    return _Planned(arm, "closed", number, num_requests, weight)
 
 
 def _engine_config(parameters: Headline01) -> EngineConfig:
@@ -307,6 +327,8 @@ def _num_requests(arm: Arm, parameters: Headline01) -> int:
 
 
 def _num_blocks(arm: Arm, parameters: Headline01) -> int:
+    if not arm.built:
+        return 0
     return parameters.num_blocks if arm.prefix_cache else 1
 
 

@@ -68,18 +68,24 @@ def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
         pair = [_tail(metric, cell) for cell in (baseline, full)]
         for which, found in zip(("stock", "full"), pair, strict=True):
             if found.value is not None:
-                figures.append(Figure(f"{metric}_{which}", found.value, unit, found.low, found.high, found.n))
+                figures.append(_figure(f"{metric}_{which}", found.value, unit, found.low, found.high, found.n))
         before, after = pair
         if before.value is not None and after.value is not None:
             low, high = _quotient(before.low, after.high), _quotient(before.high, after.low)
-            low, high = (low, high) if low is not None and high is not None else (None, None)
             name = metric.removesuffix("_e2e") + "_ratio"
-            figures.append(Figure(name, before.value / after.value, "x", low, high, min(before.n, after.n)))
+            figures.append(_figure(name, before.value / after.value, "x", low, high, min(before.n, after.n)))
     return figures
 
 
 def _quotient(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
+
+
+def _figure(metric: str, value: float, unit: str, low: float | None, high: float | None, n: int) -> Figure:
+    """With its interval where both sides are there, without one otherwise."""
+    if low is None or high is None:
+        return Figure(metric, value, unit, n=n)
+    return Figure(metric, value, unit, low, high, n)
 
 
 def _tail(metric: str, cell: Cell) -> intervals.Figure:

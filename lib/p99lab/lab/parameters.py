@@ -59,7 +59,7 @@ class Headline01(StrictModel):
     num_blocks: int = Field(ge=1)  # an arm's requests are spread over as many blocks
     open_requests: int = Field(ge=0)  # 0 leaves the open load out
     open_share: float = Field(gt=0, lt=1)  # of what `stock` answers per second under the closed load
-    max_block_s: float = Field(gt=0)  # a block ends then, whatever is left of its requests
+    max_measuring_s: float = Field(gt=0)  # of all blocks together; each gets a share and ends with it
     slo_p99_s: float = Field(gt=0)
     seed: int = Field(ge=0)
 

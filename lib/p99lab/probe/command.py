@@ -21,7 +21,7 @@ from p99lab.probe.intervals import Figure, min_n
 from p99lab.probe.load import Progress, Run, drive
 from p99lab.probe.records import write_parquet
 from p99lab.probe.stats import QUANTILES, Distribution, Summary, measured, metric_values, summarise, write_histograms
-from p99lab.probe.targets import Endpoint, InProcessTarget, OpenAITarget, Target
+from p99lab.probe.targets import Endpoint, InProcessTarget, OpenAITarget, Target, shared_interpreter
 from p99lab.probe.workload import CacheState, Load, Workload, digest, make_documents, parse_load, queries
 from p99lab.strict import StrictModel
 
@@ -254,7 +254,7 @@ def remarks(result: ProbeResult) -> list[str]:
 @asynccontextmanager
 async def _opened(options: ProbeOptions) -> AsyncIterator[Target]:
     if options.target == "in-process":
-        with _engine(options) as engine:
+        with shared_interpreter(), _engine(options) as engine:
             yield InProcessTarget(engine, options.model or DEFAULT_MODEL)
         return
     endpoint = OpenAITarget(options.target, options.model, options.endpoint, options.api_key_env)

@@ -30,7 +30,12 @@ def _row(number: int, pages: list[int], computed: int, scheduled: int) -> Row:
 def _check(rows: list[Row], groups: tuple[PrefixGroup, ...] = ()) -> None:
     generator = torch.Generator().manual_seed(len(rows))
     shape = (1, NUM_PAGES, PAGE_SIZE, KV_HEADS, DIM)
-    pool = KVPool(torch.randn(shape, generator=generator), torch.randn(shape, generator=generator))
+    pool = KVPool(torch.full(shape, torch.nan), torch.full(shape, torch.nan))  # what no row may see spoils its output
+    for row in rows:
+        for position in range(row.num_computed_tokens):
+            page, offset = row.page_table[position // PAGE_SIZE], position % PAGE_SIZE
+            for tensor in (pool.k, pool.v):
+                tensor[0, page, offset] = torch.randn((KV_HEADS, DIM), generator=generator)
     total = sum(row.num_scheduled_tokens for row in rows)
     q = torch.randn(total, Q_HEADS, DIM, generator=generator)
     k, v = (torch.randn(total, KV_HEADS, DIM, generator=generator) for _ in range(2))

@@ -35,6 +35,17 @@ def _length(select: Select) -> int:
     return select.stop - select.start if isinstance(select, slice) else len(select)
 
 
+def _take(tensor: torch.Tensor, select: Select) -> torch.Tensor:
+    """Along the first dimension; a view where the selection is a run. On CPUs `index_select` copies faster than []."""
+    return tensor[select] if isinstance(select, slice) else tensor.index_select(0, select)
+
+
+def _slots(pages: IntArray, positions: NDArray[np.integer[Any]], page_size: int) -> IntArray:
+    """Where in the pool the tokens at `positions` of these pages lie."""
+    slots: IntArray = pages[positions // page_size] * page_size + positions % page_size
+    return slots
+
+
 class Span(Protocol):
     """Attention of `tokens` (which of the step's [T] tokens) over one range of keys."""
 
@@ -57,8 +68,7 @@ class PastSpan:
     num_keys: int
 
     def attend(self, pool: KVPool, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
-        keys = pool.k[layer, self.pages].flatten(0, 1)[None, : self.num_keys]
-        values = pool.v[layer, self.pages].flatten(0, 1)[None, : self.num_keys]
+        keys, values = (_take(x[layer], self.pages).flatten(0, 1)[None, : self.num_keys] for x in (pool.k, pool.v))
         out, lse = attend(q[None], keys, values)
         return out[0], lse[0]
 
@@ -76,15 +86,19 @@ class NewSpan:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpan:
-    """One token each of several rows: `tokens[i]` sees the slots of `pages[i]` that `key_mask[i]` allows."""
+    """One token each of several rows: `tokens[i]` sees the slots `slots[i]` that `key_mask[i]` allows.
+
+    Hidden slots repeat one of the row's own. A masked key still enters the sums, multiplied by 0, and what a foreign
+    slot holds may be infinite.
+    """
 
     tokens: Select
-    pages: torch.Tensor  # [rows, max_pages]
-    key_mask: torch.Tensor  # [rows, max_pages * page_size] bool
+    slots: torch.Tensor  # [rows, max_keys]
+    key_mask: torch.Tensor  # [rows, max_keys] bool
 
     def attend(self, pool: KVPool, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Attended:
-        keys = pool.k[layer, self.pages].flatten(1, 2)  # [rows, slots, kv_heads, dim]
-        values = pool.v[layer, self.pages].flatten(1, 2)
+        slots, shape = self.slots.flatten(), (*self.slots.shape, *k.shape[1:])  # [rows, max_keys, kv_heads, dim]
+        keys, values = (_take(x[layer].flatten(0, 1), slots).view(shape) for x in (pool.k, pool.v))
         out, lse = attend(q[:, None], keys, values, key_mask=self.key_mask)
         return out[:, 0], lse[:, 0]
 
@@ -131,12 +145,9 @@ class ReferenceAttention:
 
     def _new_slots(self, step: StepPlan) -> IntArray:
         """The slot of every token of the step, [T]."""
-        page_size = self._pool.page_size
-        slots = []
-        for row in step.rows:
-            positions = np.arange(row.num_computed_tokens, row.seq_len)
-            slots.append(row.page_table[positions // page_size] * page_size + positions % page_size)
-        return np.concatenate(slots)
+        size = self._pool.page_size
+        rows = [(row.page_table, np.arange(row.num_computed_tokens, row.seq_len)) for row in step.rows]
+        return np.concatenate([_slots(pages, positions, size) for pages, positions in rows])
 
     def _plan_spans(self, step: StepPlan, ends: IntArray) -> Iterator[Span]:
         page_size = self._pool.page_size
@@ -176,11 +187,12 @@ class ReferenceAttention:
             if i not in short:
                 yield PastSpan(slice(int(ends[i]) - 1, int(ends[i])), self._select(private[i]), num_keys[i])
         if short:
-            table = np.zeros((len(short), max(len(private[i]) for i in short)), np.int64)
-            for line, i in zip(table, short, strict=True):
-                line[: len(private[i])] = private[i]
-            mask = np.arange(table.shape[1] * page_size) < np.array([[num_keys[i]] for i in short])
-            yield DecodeSpan(self._select(ends[short] - 1), self._tensor(table), self._tensor(mask))
+            positions = np.arange(max(num_keys[i] for i in short))
+            mask = positions < np.array([[num_keys[i]] for i in short])
+            slots = np.stack(
+                [_slots(private[i], line, page_size) for i, line in zip(short, mask * positions, strict=True)]
+            )
+            yield DecodeSpan(self._select(ends[short] - 1), self._tensor(slots.astype(np.int64)), self._tensor(mask))
 
     def _select(self, indices: IntArray) -> Select:
         """A slice where the indices are consecutive (a view, no copy), otherwise a tensor of them."""

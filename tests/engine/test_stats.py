@@ -1,0 +1,85 @@
+"""Counts and times of an engine."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from p99lab.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from p99lab.engine.engine import Engine
+from p99lab.engine.request import SamplingParams
+from p99lab.engine.stats import NUM_KEPT_STEPS, EngineStats, StepTimes
+
+FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+def test_a_fresh_engine_has_no_step_times(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.step_p50_s, stats.step_p99_s, stats.step_max_s) == (None, None, None)
+    assert (stats.num_steps, stats.busy_s, stats.num_free_pages) == (0, 0.0, 200)
+
+
+def test_counts_of_a_known_history(engine: Engine) -> None:
+    engine.generate([list(range(1, 12))], FOUR)  # 11 tokens and 3 of 4 computed: 14
+    engine.generate([[*range(1, 12), 100]], FOUR)
+    stats = engine.stats()
+    assert (stats.num_queries, stats.num_hits) == (2, 1)
+    assert (stats.num_queried_tokens, stats.num_cached_tokens) == (11 + 12, 11)
+    assert (stats.num_steps, stats.num_step_tokens) == (4 + 4, 11 + 3 + 1 + 3)
+    assert (stats.num_waiting, stats.num_running, stats.num_active_pages) == (0, 0, 0)
+    assert stats.num_cached_pages == 4 + 2  # of the second only what follows page [1 … 8]
+    assert stats.step_p50_s is not None
+    assert stats.step_p99_s is not None
+    assert stats.step_max_s is not None
+    assert 0.0 < stats.step_p50_s <= stats.step_p99_s <= stats.step_max_s <= stats.busy_s
+
+
+def test_pages_and_requests_in_mid_flight(tiny_llama: str) -> None:
+    config = EngineConfig(
+        model=tiny_llama,
+        cache=CacheConfig(page_size=4, num_pages=20, prefix_cache=False),
+        scheduler=SchedulerConfig(max_num_seqs=1),
+    )
+    with Engine(config) as engine:
+        for _ in range(3):
+            engine.add([1] * 9, FOUR)
+        engine.step()
+        stats = engine.stats()
+        assert (stats.num_running, stats.num_waiting) == (1, 2)
+        assert (stats.num_active_pages, stats.num_free_pages, stats.num_cached_pages) == (3, 17, 0)
+
+
+def test_counters_begin_anew_when_reconfigured_and_outlive_the_engine(engine: Engine) -> None:
+    engine.generate([[1, 2, 3]], FOUR)
+    engine.reconfigure(SchedulerConfig())
+    stats = engine.stats()
+    assert (stats.num_queries, stats.num_steps) == (0, 0)
+    assert stats.num_cached_pages == 2
+    engine.generate([[1, 2, 3]], FOUR)
+    engine.close()
+    assert engine.stats().num_queries == 1
+
+
+def test_only_the_latest_steps_are_kept_one_by_one() -> None:
+    times = StepTimes()
+    for number in range(NUM_KEPT_STEPS + 10):
+        times.add(2, 0.0, float(number))
+    assert times.num_steps == NUM_KEPT_STEPS + 10
+    assert times.num_tokens == 2 * times.num_steps
+    assert len(times.recent_s) == NUM_KEPT_STEPS
+    assert times.recent_s[0] == 10.0
+
+
+def test_stats_are_plain_numbers(engine: Engine) -> None:
+    engine.generate([[1, 2, 3]], FOUR)
+    stats = engine.stats()
+    assert EngineStats(**json.loads(json.dumps(stats.as_dict()))) == stats
+
+
+@pytest.mark.parametrize("name", ["num_preemptions", "num_refusals"])
+def test_a_pool_too_small_is_seen(tiny_llama: str, name: str) -> None:
+    config = EngineConfig(model=tiny_llama, cache=CacheConfig(page_size=4, num_pages=12, prefix_cache=False))
+    with Engine(config) as engine:
+        engine.generate([[number] * 9 for number in range(6)], SamplingParams(max_tokens=20, ignore_eos=True))
+        assert engine.stats().as_dict()[name] > 0

@@ -1,0 +1,180 @@
+"""Streams: many clients, clients that leave, and who keeps whom alive."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+
+import pytest
+
+from p99lab.engine.config import EngineConfig
+from p99lab.engine.engine import Engine
+from p99lab.engine.request import FinishReason, SamplingParams
+from p99lab.errors import BadParameterError, EngineClosedError
+
+PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
+LONG = SamplingParams(max_tokens=20, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=450, ignore_eos=True)
+PATIENCE_S = 30.0
+
+
+async def answer(engine: Engine, prompt: Sequence[int], sampling: SamplingParams = LONG) -> list[int | None]:
+    return [event.token_id async for event in engine.stream(prompt, sampling)]
+
+
+async def answers(engine: Engine) -> list[list[int | None]]:
+    return await asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS))
+
+
+def soon(condition: Callable[[], bool]) -> bool:
+    """Whether it comes true within our patience."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return condition()
+
+
+def step_loops() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "p99lab-step-loop"]
+
+
+def test_streams_of_many_clients_equal_a_batch(engine: Engine) -> None:
+    expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
+    assert asyncio.run(answers(engine)) == expected
+    assert asyncio.run(answers(engine)) == expected  # a second event loop over the same engine
+
+
+def test_two_engines_stream_in_one_event_loop(config: EngineConfig, engine: Engine) -> None:
+    async def both(other: Engine) -> list[list[list[int | None]]]:
+        return await asyncio.gather(answers(engine), answers(other))
+
+    with Engine(config) as other:
+        first, second = asyncio.run(both(other))
+    assert first == second
+
+
+@pytest.mark.parametrize("num_seen", [1, 7])
+def test_a_client_that_leaves_gives_its_pages_back(engine: Engine, num_seen: int) -> None:
+    async def leave() -> None:
+        async with aclosing(engine.stream(PROMPTS[0], ENDLESS)) as events:
+            for _ in range(num_seen):
+                await anext(events)
+
+    asyncio.run(leave())
+    assert soon(lambda: not engine.has_work)
+    assert engine.stats().num_active_pages == 0
+    assert engine.stats().num_steps < ENDLESS.max_tokens
+
+
+def test_a_client_may_be_cancelled_before_its_first_token(engine: Engine) -> None:
+    async def give_up() -> None:
+        tasks = [asyncio.create_task(answer(engine, PROMPTS[0], ENDLESS)) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in results)
+
+    asyncio.run(give_up())
+    engine.quiesce()
+    assert engine.stats().num_active_pages == 0
+
+
+def test_a_client_whose_event_loop_is_closed_under_it_has_left(engine: Engine) -> None:
+    loop = asyncio.new_event_loop()
+    events = engine.stream(PROMPTS[0], ENDLESS)
+    loop.run_until_complete(anext(events))
+    loop.close()
+    assert soon(lambda: not engine.has_work)
+    assert engine.stats().num_steps < ENDLESS.max_tokens
+
+
+def test_a_wrong_request_ends_its_own_stream_only(engine: Engine) -> None:
+    async def both() -> list[list[int | None] | BaseException]:
+        wrong, right = answer(engine, [10**6]), answer(engine, PROMPTS[0])
+        return await asyncio.gather(wrong, right, answer(engine, [1] * 500), return_exceptions=True)
+
+    wrong, right, too_long = asyncio.run(both())
+    assert isinstance(wrong, BadParameterError)
+    assert isinstance(too_long, BadParameterError)
+    assert isinstance(right, list)
+    assert len(right) == 20
+
+
+def test_a_stream_cancelled_from_another_thread_ends_with_an_event(engine: Engine) -> None:
+    async def run() -> FinishReason | None:
+        events = engine.stream(PROMPTS[0], ENDLESS, request_id="victim")
+        await anext(events)
+        assert await asyncio.to_thread(engine.cancel, "victim")
+        return [event async for event in events][-1].finish_reason
+
+    assert asyncio.run(run()) is FinishReason.CANCELLED
+
+
+def test_quiescing_ends_also_what_was_submitted_a_moment_before(engine: Engine) -> None:
+    async def run() -> list[list[int | None]]:
+        tasks = [asyncio.create_task(answer(engine, PROMPTS[0], ENDLESS)) for _ in range(5)]
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.quiesce)
+        assert not engine.has_work
+        return await asyncio.gather(*tasks)
+
+    assert all(tokens[-1] is None for tokens in asyncio.run(run()))
+
+
+def test_closing_ends_open_streams_with_an_error_and_new_ones_at_once(config: EngineConfig) -> None:
+    async def run() -> list[list[int | None] | BaseException]:
+        engine = Engine(config)
+        tasks = [asyncio.create_task(answer(engine, prompt, ENDLESS)) for prompt in PROMPTS]
+        events = engine.stream(PROMPTS[0], ENDLESS)
+        await anext(events)
+        late = asyncio.create_task(answer(engine, PROMPTS[0], ENDLESS))
+        await asyncio.sleep(0)
+        await asyncio.to_thread(engine.close)
+        with pytest.raises(EngineClosedError):
+            async for _ in events:
+                pass
+        return await asyncio.gather(*tasks, late, answer(engine, PROMPTS[0]), return_exceptions=True)
+
+    assert [type(result) for result in asyncio.run(run())] == [EngineClosedError] * 5
+    assert soon(lambda: not step_loops())
+
+
+def test_an_engine_that_nobody_holds_goes_and_its_thread_with_it(config: EngineConfig) -> None:
+    engine = Engine(config)
+    asyncio.run(answers(engine))
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert soon(lambda: reference() is None)
+    assert soon(lambda: not step_loops())
+
+
+PROGRAM = """
+import asyncio, sys
+from p99lab.engine.config import CacheConfig, EngineConfig
+from p99lab.engine.engine import Engine
+from p99lab.engine.request import SamplingParams
+
+engine = Engine(EngineConfig(model=sys.argv[1], cache=CacheConfig(page_size=4, num_pages=2000)))
+
+async def run():
+    for _ in range(10):
+        kept.append(engine.stream(list(range(1, 40)), SamplingParams(max_tokens=450, ignore_eos=True)))
+        await anext(kept[-1])
+
+kept = []
+asyncio.new_event_loop().run_until_complete(run())
+"""
+
+
+def test_a_program_may_end_in_the_middle_of_a_stream(tiny_llama: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, tiny_llama], capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr.decode()) == (0, "")

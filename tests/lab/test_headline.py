@@ -69,7 +69,7 @@ def test_all_arms_are_sent_the_same_requests(measured: Headline) -> None:
         blocks = [block for block in measured.blocks if block.load == "closed" and block.number == number]
         sent = [[record.prompt_digest for record in block.run.records] for block in blocks]
         shortest = min(map(len, sent))
-        assert shortest > 4
+        assert shortest >= 4
         assert len({tuple(digests[:shortest]) for digests in sent}) == 1
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from p99lab.caches.pages import PageCopy
+from p99lab.engine import kv_pool
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kv_pool import CPU_SHARE, KVPool, affordable_pages, page_bytes
 
@@ -72,3 +73,10 @@ def test_a_share_of_the_memory_left_is_taken_and_never_less_than_two_pages(
     num_bytes = num_pages * page_bytes(GEOMETRY, 16, torch.float32)
     assert num_pages == 2 or available * CPU_SHARE - page_bytes(GEOMETRY, 16, torch.float32) < num_bytes
     assert num_pages == 2 or num_bytes <= available * CPU_SHARE
+
+
+def test_a_containers_limit_bounds_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
+    monkeypatch.setattr(kv_pool, "_container_memory_left", lambda: 2.0**20)
+    pages = affordable_pages(GEOMETRY, 4, torch.float32, CPU)
+    assert pages == int(2**20 * CPU_SHARE) // page_bytes(GEOMETRY, 4, torch.float32)

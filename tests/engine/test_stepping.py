@@ -14,10 +14,11 @@ from contextlib import aclosing
 
 import pytest
 
+from p99lab.engine import stepping
 from p99lab.engine.config import EngineConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import FinishReason, SamplingParams
-from p99lab.errors import BadParameterError, EngineClosedError
+from p99lab.errors import AccountingError, BadParameterError, EngineClosedError, EngineFailedError
 
 PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -178,3 +179,42 @@ asyncio.new_event_loop().run_until_complete(run())
 def test_a_program_may_end_in_the_middle_of_a_stream(tiny_llama: str) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, tiny_llama], capture_output=True, timeout=60, check=False)
     assert (done.returncode, done.stderr.decode()) == (0, "")
+
+
+def test_a_stream_beside_a_step_loop_leaves_it_its_events(engine: Engine) -> None:
+    expected = engine.generate([PROMPTS[0]], LONG)[0].token_ids
+    request_id = engine.add(PROMPTS[0], LONG)
+    asyncio.run(answers(engine))
+    tokens = []
+    while engine.has_work:
+        tokens += [event.token_id for event in engine.step() if event.request_id == request_id]
+    assert tokens == expected
+
+
+def test_broken_accounts_found_between_steps_end_every_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise AccountingError("pages do not add up")
+
+    async def run() -> list[int | BaseException]:
+        staying = asyncio.ensure_future(answer(engine, PROMPTS[0], ENDLESS))
+        leaving = engine.stream(PROMPTS[1], ENDLESS)
+        await anext(leaving)
+        monkeypatch.setattr(engine, "cancel", broken)
+        await leaving.aclose()
+        return await asyncio.gather(staying, return_exceptions=True)
+
+    (failure,) = asyncio.run(run())
+    assert isinstance(failure, EngineFailedError)
+    assert "pages do not add up" in str(failure)
+    with pytest.raises(EngineFailedError):
+        engine.add(PROMPTS[0], LONG)
+
+
+def test_an_idle_loop_proves_its_accounts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    checks: list[bool] = []
+    monkeypatch.setattr(stepping, "IDLE_CHECK_S", 0.0)
+    monkeypatch.setattr(engine, "check", lambda: checks.append(engine.has_requests))
+    asyncio.run(answers(engine))
+    assert soon(lambda: bool(checks))
+    time.sleep(3 * stepping.POLL_S)
+    assert checks == [False]  # once, and not while there was work

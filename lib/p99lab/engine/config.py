@@ -50,10 +50,6 @@ class GroupingConfig(StrictModel):
     min_shared_tokens: int = Field(256, ge=1)
 
 
-class AttentionConfig(StrictModel):
-    backend: Literal["reference"] = "reference"
-
-
 class EngineConfig(StrictModel):
     """Everything an engine needs. `model` may be given as its name alone."""
 
@@ -61,7 +57,6 @@ class EngineConfig(StrictModel):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     grouping: GroupingConfig = GroupingConfig()
-    attention: AttentionConfig = AttentionConfig()
     seed: int = 0  # of requests that bring none
 
     @field_validator("model", mode="before")

@@ -126,6 +126,11 @@ class Engine:
         """Whether `step` has something to compute or to tell."""
         return bool(self._live or self._events)
 
+    @property
+    def has_requests(self) -> bool:
+        """Whether `advance` has something to compute."""
+        return bool(self._live)
+
     def encode(self, prompt: Prompt) -> IntArray:
         """Token ids of a prompt, [num_prompt_tokens] int32.
 
@@ -187,9 +192,30 @@ class Engine:
             The events since the last call of requests without `on_event`.
         """
         with self._lock:
-            self._advance()
+            self.advance()
             events, self._events = self._events, []
             return events
+
+    def advance(self) -> None:
+        """`step`, but events without `on_event` are left for whoever calls `step` next."""
+        with self._lock:
+            try:
+                with uninterrupted():
+                    runner = self._usable_runner()
+                    try:
+                        self._compute(runner)
+                    except BaseException as error:
+                        self._fail(error)
+                        raise
+            finally:
+                self._deliver()
+
+    def fail(self, error: BaseException) -> None:
+        """Something outside a step has shown the accounts to be broken: every request ends, later calls say why."""
+        with self._lock:
+            with uninterrupted():
+                self._fail(error)
+            self._deliver()
 
     def cancel(self, request_id: str) -> bool:
         """End a request at any moment; its pages are free before the next step. False: no such request."""
@@ -241,7 +267,7 @@ class Engine:
                     completion.request_id = self.add(token_ids, params, on_event=completion.add)
                     completions.append(completion)
             while any(completion.finish_reason is None for completion in completions):
-                self._advance()
+                self.advance()
         finally:
             for completion in completions:
                 self.cancel(completion.request_id)
@@ -355,21 +381,6 @@ class Engine:
             raise EngineClosedError("the engine is closed")
         return self._runner
 
-    def _advance(self) -> None:
-        """Run one step and hand its events out."""
-        with self._lock:
-            try:
-                with uninterrupted():
-                    runner = self._usable_runner()
-                    try:
-                        self._compute(runner)
-                    except BaseException as error:
-                        self._failure = traceback.TracebackException.from_exception(error)
-                        self._end_all()
-                        raise
-            finally:
-                self._deliver()
-
     def _compute(self, runner: ModelRunner) -> None:
         plan = self._scheduler.schedule(self.clock())
         if plan is None:
@@ -382,6 +393,10 @@ class Engine:
         for change in self._scheduler.update(result):
             self._tell(change)
         self._step_times.add(plan.num_tokens, began_s, ended_s)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = traceback.TracebackException.from_exception(error)
+        self._end_all()
 
     def _end_all(self) -> None:
         """The end of the engine: all its requests end with an error, and its memory is given up."""

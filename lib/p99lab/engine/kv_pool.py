@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -62,10 +63,24 @@ def page_bytes(geometry: Geometry, page_size: int, dtype: torch.dtype) -> int:
     return per_token * page_size * dtype.itemsize
 
 
+def _container_memory_left() -> float:
+    """Bytes below the limit of this process's control group, as a container sees it; infinite without one."""
+    root = Path("/sys/fs/cgroup")
+    for limit, used in (
+        (root / "memory.max", root / "memory.current"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"),
+    ):
+        try:
+            return max(0, int(limit.read_text()) - int(used.read_text()))
+        except (OSError, ValueError):  # not there, or "max"
+            continue
+    return math.inf
+
+
 def affordable_pages(geometry: Geometry, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
     """How many pages the device's memory allows now, weights already loaded; at least 2."""
     if device.type == "cuda":
         budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
     else:
-        budget = int(psutil.virtual_memory().available * CPU_SHARE)
+        budget = int(min(psutil.virtual_memory().available, _container_memory_left()) * CPU_SHARE)
     return max(2, budget // page_bytes(geometry, page_size, dtype))

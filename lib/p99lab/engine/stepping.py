@@ -11,11 +11,13 @@ from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
 
 from p99lab.engine.events import TokenEvent
+from p99lab.errors import AccountingError, EngineClosedError, EngineFailedError
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
 
 POLL_S = 0.2  # how soon an idle thread notices that the engine or the interpreter is going
+IDLE_CHECK_S = 5.0  # idle for so long, the engine proves its accounts; sooner would fall between a client's requests
 
 OnEvent = Callable[[TokenEvent], None]
 Add = Callable[["Engine", OnEvent], str]
@@ -91,21 +93,40 @@ class StepLoop:
                 self._inbox.put(cancel)
 
     def _run(self) -> None:
-        running = True
+        running, idle_s, checked = True, 0.0, True
         while running and self._engine() is not None and threading.main_thread().is_alive():
-            running = self._turn()
+            try:
+                command = self._inbox.get(timeout=POLL_S)
+            except queue.Empty:
+                idle_s += POLL_S
+                if idle_s >= IDLE_CHECK_S and not checked:
+                    checked = self._check()
+            else:
+                idle_s, checked = 0.0, False
+                running = self._obey(command)
 
-    def _turn(self) -> bool:
-        """Apply the next command and step, until another command comes or no work is left. False: stop."""
-        try:
-            command = self._inbox.get(timeout=POLL_S)
-        except queue.Empty:
-            return True
+    def _obey(self, command: Command | None) -> bool:
+        """Apply a command and step, until another command comes or no request is left. False: stop."""
         engine = self._engine()
         if command is None or engine is None:
             return False
-        command(engine)
+        try:
+            command(engine)
+        except Exception as error:  # clients' own errors went to their streams
+            engine.fail(error)
         with contextlib.suppress(Exception):  # a failed engine has ended its requests, and says why to whoever asks
-            while self._inbox.empty() and engine.has_work and threading.main_thread().is_alive():
-                engine.step()
+            while self._inbox.empty() and engine.has_requests and threading.main_thread().is_alive():
+                engine.advance()
+        return True
+
+    def _check(self) -> bool:
+        engine = self._engine()
+        if engine is None:
+            return True
+        try:
+            engine.check()
+        except AccountingError as error:
+            engine.fail(error)
+        except (EngineClosedError, EngineFailedError):
+            pass  # it has told its clients already
         return True

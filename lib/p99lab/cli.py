@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.box import SIMPLE
@@ -20,11 +20,13 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from p99lab.errors import P99labError
+from p99lab.errors import BadParameterError, P99labError, did_you_mean
 
 if TYPE_CHECKING:
     from p99lab.probe.command import ProbeOptions
     from p99lab.probe.load import Progress
+
+_UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it, as the release has it
 
 app = typer.Typer(name="p99lab", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 models_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
@@ -245,16 +247,34 @@ def needs_extra(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise P99labError(f"{what} needs {error.name}: pip install 'p99lab[{extra}]'") from None
+        raise P99labError(
+            f"{what} needs {error.name}: install the extra '{extra}' (in a checkout: pip install '.[{extra}]')"
+        ) from None
 
 
-def guarded(command: Callable[[], Any]) -> None:
-    """Run a command line; a user's error is one line on stderr and its own exit code."""
+def guarded(commands: Callable[..., Any]) -> None:
+    """Run a command line; a user's error, a mistyped flag too, is one line on stderr and its own exit code."""
     try:
-        command()
+        sys.exit(commands(standalone_mode=False))
+    except _UsageError as error:
+        _fail(_usage_problem(error), BadParameterError.exit_code)
     except P99labError as error:
-        print(f"p99lab: {error}", file=sys.stderr)  # noqa: T201
-        sys.exit(error.exit_code)
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        sys.exit(130)
+
+
+def _usage_problem(error: Any) -> str:
+    """In one line; empty where the whole help was printed instead."""
+    if near := getattr(error, "possibilities", None):
+        return f"{error.message}{did_you_mean(error.option_name, near)}"
+    return " ".join(error.format_message().split())
+
+
+def _fail(problem: str, exit_code: int) -> NoReturn:
+    if problem:
+        print(f"p99lab: {problem}", file=sys.stderr)  # noqa: T201
+    sys.exit(exit_code)
 
 
 def main() -> None:

@@ -18,12 +18,6 @@ class BadParameterError(P99labError):
     exit_code = 2
 
 
-class DeliverableMissingError(P99labError):
-    """A run ended without a figure, table or file that its notebook owes."""
-
-    exit_code = 3
-
-
 class ModelError(P99labError):
     """A model that cannot be found, read or used; nothing of it stays loaded."""
 

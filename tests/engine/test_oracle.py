@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engine.tiny_models import ARCHITECTURES, Answer, save_tiny_model, transformers_greedy
 
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import SamplingParams
+from tests.engine.tiny_models import ARCHITECTURES, Answer, save_tiny_model, transformers_greedy
 
 NUM_TOKENS = 32
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.engine.tiny_models import transformers_greedy
 
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.request import FinishReason, SamplingParams
+from tests.engine.tiny_models import transformers_greedy
 
 NUM_TOKENS = 16
 NUM_OPERATIONS = 400

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.tiny_models import Answer
 
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -22,6 +21,7 @@ from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray, SamplingParams
+from tests.engine.tiny_models import Answer
 
 pytestmark = pytest.mark.model
 

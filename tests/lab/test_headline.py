@@ -8,7 +8,6 @@ from collections import Counter
 import numpy as np
 import pandas as pd
 import pytest
-from tests.engine.tiny_models import save_tiny_model
 
 from p99lab.lab import headline, headline_figures, headline_tables
 from p99lab.lab.headline import ARMS, Block, Headline
@@ -17,6 +16,7 @@ from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.stats import SHARES, summarise
 from p99lab.probe.workload import ClosedLoad
+from tests.engine.tiny_models import save_tiny_model
 
 BUILT = [arm.name for arm in ARMS if arm.built]
 

@@ -34,6 +34,6 @@ def test_the_end_shows_the_summary_the_reason_and_the_report(tmp_path: Path) -> 
     pq.write_table(pa.table({"arm": ["stock"], "p99": [1.23456]}), folder.path / "metrics" / "summary.parquet")
     text = io.StringIO()
     print_outcome(Outcome(folder, Ending("failed", 10, "cell 2: no [luck]")), Console(file=text, width=200))
-    assert "1.235" in text.getvalue()
+    assert " 1.23 " in text.getvalue()
     assert "failed: cell 2: no [luck]" in text.getvalue()
     assert f"report: {folder.path}/report.html" in text.getvalue()

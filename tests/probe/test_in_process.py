@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.engine.tiny_models import save_tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from p99lab.probe.command import ProbeOptions, probe
 from p99lab.probe.records import Outcome, Phase
 from p99lab.probe.stats import attribution, e2e, measured
+from tests.engine.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")

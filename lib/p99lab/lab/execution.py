@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from p99lab.errors import BadParameterError, DeliverableMissingError, ModelError
+from p99lab.errors import P99labError
 from p99lab.lab.kernel import run_kernel
 from p99lab.lab.run_folder import UnwritableError
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nbclient import NotebookClient
     from nbformat import NotebookNode
 
-_USER_ERRORS = {error.__name__: error.exit_code for error in (BadParameterError, DeliverableMissingError, ModelError)}
+_CELL_FAILED = 10
 _START_TIMEOUT_S = 120.0
 _INTERRUPT_GRACE_S = 3.0  # for a cell to come to rest, and its last output to arrive, after an interrupt
 _OUTPUT_TIMEOUT_S = 30
@@ -132,9 +132,10 @@ class Journal:
 
     def run_ended(self, ending: Ending, seconds: float) -> None:
         """Whatever has not run by now never will. This save is not optional: its error is the caller's."""
+        last_words = {"pending": "not run", "running": "failed"}
         for index in self._numbers:
-            if self._notebook.cells[index].metadata.papermill["status"] == "pending":
-                self._mark(index, status="not run")
+            status = self._notebook.cells[index].metadata.papermill["status"]
+            self._mark(index, status=last_words.get(status, status))
         failed = ending.exit_code != 0
         self._notebook.metadata.papermill.update(end_time=_now(), duration=seconds, exception=failed)
         self._save(self._notebook)
@@ -182,7 +183,7 @@ class Journal:
 
 @dataclass
 class Execution:
-    """Everything one execution needs; `ending` is set when `run` returns."""
+    """Everything one execution needs; `ending` is set when `run` returns or raises."""
 
     run_dir: Path
     environment: Mapping[str, str]
@@ -198,9 +199,15 @@ class Execution:
         """Run all cells in a kernel of their own; outputs, marks and the reason of the end are in the notebook."""
         started_s = time.monotonic()
         journal = Journal(notebook, self.save, self.observer)
-        self.ending = asyncio.run(self._run(notebook, journal))
+        failure: Exception | None = None
+        try:
+            self.ending = asyncio.run(self._run(notebook, journal))
+        except Exception as error:  # recorded first, then the caller's
+            failure, self.ending = error, of_failure(error)
         journal.run_ended(self.ending, time.monotonic() - started_s)
         self.cells, self.save_problems = journal.cells(), journal.save_problems
+        if failure is not None:
+            raise failure
 
     async def _run(self, notebook: NotebookNode, journal: Journal) -> Ending:
         async with run_kernel(self.run_dir, self.environment) as manager:
@@ -326,11 +333,32 @@ def of_error(name: str, value: str, where: str) -> Ending:
     """What an exception in a cell means: the lab's own errors keep their exit codes, and so does `sys.exit`."""
     if name != "SystemExit":
         said = [name, *value.strip().splitlines()[:1]]
-        return Ending("failed", _USER_ERRORS.get(name, 10), f"{where}: {': '.join(said)}")
+        return Ending("failed", exit_codes().get(name, _CELL_FAILED), f"{where}: {': '.join(said)}")
     if value in ("", "None", "0"):
         return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
     code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1
     return Ending("exited", code or 1, f"{where} called sys.exit({value})")
+
+
+def of_failure(error: Exception) -> Ending:
+    """What an exception of the runner itself means: nothing that the notebook did explains it."""
+    said = [type(error).__name__, *str(error).strip().splitlines()[:1]]
+    return Ending("failed", error.exit_code if isinstance(error, P99labError) else 1, f"runner: {': '.join(said)}")
+
+
+def exit_codes() -> dict[str, int]:
+    """The exit code of each of the project's errors that has one of its own, by the name under which a kernel says it.
+
+    A kernel says the name of the class and nothing of its ancestors, so the whole hierarchy is listed.
+    """
+    import p99lab.engine.scheduler
+    import p99lab.probe.targets  # noqa: F401  both define errors with codes of their own
+
+    return {error.__name__: error.exit_code for error in _descendants(P99labError) if error.exit_code != 1}
+
+
+def _descendants(ancestor: type[P99labError]) -> list[type[P99labError]]:
+    return [one for child in ancestor.__subclasses__() for one in (child, *_descendants(child))]
 
 
 async def _first_of(*awaitables: Awaitable[Any], timeout_s: float | None = None) -> None:

@@ -39,9 +39,13 @@ class GitState:
 
 
 def git_state(root: Path) -> GitState:
-    """The state of the checkout at `root`; revision None where there is no git or no repository."""
+    """The state of the checkout at `root`; revision None where there is no git, no commit, or no repository there.
+
+    A repository that merely encloses `root` is a stranger's: an installed package may lie inside one.
+    """
+    top = _git(root, "rev-parse", "--show-toplevel")
     revision = _git(root, "rev-parse", "HEAD")
-    if revision is None:
+    if top is None or revision is None or Path(top.removesuffix("\n")).resolve() != root.resolve():
         return GitState(None)
     untracked = _git(root, "ls-files", "--others", "--exclude-standard") or ""
     patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""

@@ -21,7 +21,7 @@ from papermill.engines import Engine, papermill_engines  # type: ignore[import-u
 
 from p99lab import project
 from p99lab.lab import provenance, report
-from p99lab.lab.execution import COMPLETED, Ending, Execution, Observer, StopSignal
+from p99lab.lab.execution import Ending, Execution, Observer, StopSignal, of_failure
 from p99lab.lab.job import Job
 from p99lab.lab.parameters import Contract
 from p99lab.lab.run_folder import RunFolder
@@ -57,7 +57,8 @@ def run(job: Job, observer: Observer, parent: Path | None = None, cell_timeout_s
     """Run a job to its end in a new folder under `parent` (default: the project's outputs) and seal it.
 
     Must be called from the main thread: it takes SIGTERM, SIGUSR1 and SIGINT as requests to stop. Errors of the
-    notebook do not raise; they are the outcome's ending.
+    notebook do not raise; they are the outcome's ending. An error of the runner itself does, once the folder says so and
+    is sealed.
     """
     with StopSignal() as stop:
         started, started_s = datetime.datetime.now(datetime.UTC), time.monotonic()
@@ -71,11 +72,12 @@ def run(job: Job, observer: Observer, parent: Path | None = None, cell_timeout_s
             stop=stop,
             cell_timeout_s=cell_timeout_s,
         )
-        _execute(job, execution)
-        ending = _with_deliverables(execution.ending or COMPLETED, folder, job.contract)
+        failure = _execute(job, execution)
+        ending = _ending(execution, failure, folder, job.contract)
         folder.write_json("run.json", record | _end(execution, ending, time.monotonic() - started_s))
-        folder.write(REPORT, report.render(folder))
-        folder.seal()
+        _report_and_seal(folder)
+    if failure is not None:
+        raise failure
     return Outcome(folder, ending)
 
 
@@ -107,7 +109,8 @@ def _begin(folder: RunFolder, job: Job, started: datetime.datetime) -> dict[str,
     return record
 
 
-def _execute(job: Job, execution: Execution) -> None:
+def _execute(job: Job, execution: Execution) -> Exception | None:
+    """Run the notebook; what is returned is an error of the runner, never one of the notebook."""
     papermill_engines.register("p99lab", LabEngine)
     try:
         papermill.execute_notebook(
@@ -121,14 +124,29 @@ def _execute(job: Job, execution: Execution) -> None:
             execution=execution,
         )
     except papermill.PapermillExecutionError:
-        return  # said again by papermill from the outputs; the ending already tells
+        pass  # said again by papermill from the outputs; the ending already tells
+    except Exception as error:
+        return error
+    return None if execution.ending is not None else RuntimeError("papermill came back without having run a cell")
 
 
-def _with_deliverables(ending: Ending, folder: RunFolder, contract: Contract) -> Ending:
+def _ending(execution: Execution, failure: Exception | None, folder: RunFolder, contract: Contract) -> Ending:
+    """A run is completed when its execution says so, nothing failed beside it, and every deliverable is there."""
+    if failure is not None or execution.ending is None:
+        return of_failure(failure or RuntimeError("no ending"))
     missing = folder.missing(contract.deliverables)
-    if ending.exit_code != 0 or not missing:
-        return ending
+    if execution.ending.exit_code != 0 or not missing:
+        return execution.ending
     return Ending("deliverable missing", 3, f"the notebook owes {', '.join(missing)}")
+
+
+def _report_and_seal(folder: RunFolder) -> None:
+    """A page that cannot be made costs the page alone. Without a notebook nothing ran, and there is none to make."""
+    try:
+        if (folder.path / NOTEBOOK).is_file():
+            folder.write(REPORT, report.render(folder))
+    finally:
+        folder.seal()
 
 
 def _end(execution: Execution, ending: Ending, seconds: float) -> dict[str, Any]:

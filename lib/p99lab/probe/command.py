@@ -270,8 +270,8 @@ def _engine(options: ProbeOptions) -> Any:
         from p99lab.engine.engine import Engine
     except ModuleNotFoundError as error:
         raise BadParameterError(
-            f"an in-process target needs the engine ({error.name} is missing): pip install 'p99lab[engine]', "
-            "or give the URL of an endpoint"
+            f"an in-process target needs the engine ({error.name} is missing): install the extra 'engine' "
+            "(in a checkout: pip install '.[engine]'), or give the URL of an endpoint"
         ) from None
     from p99lab.engine.config import EngineConfig
 

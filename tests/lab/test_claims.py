@@ -391,14 +391,30 @@ def test_command_line(tmp_path: Path) -> None:
 
     from p99lab.cli import app
 
-    make_run(tmp_path, "1", Figure("p99_ratio", 3.0, "x", 2.0, 4.0, 400, {}), notebook="01_headline_p99")
-    printed = CliRunner().invoke(app, ["claims", "--json", "--outputs", str(tmp_path)])
-    assert printed.exit_code == 0, printed.output
-    rows = {row["id"]: row for row in json.loads(printed.stdout)}
+    def rows_printed() -> dict[str, dict[str, object]]:
+        printed = CliRunner().invoke(app, ["claims", "--json", "--outputs", str(tmp_path)])
+        assert printed.exit_code == 0, printed.output
+        return {row["id"]: row for row in json.loads(printed.stdout)}
+
+    ratio = Figure("p99_ratio", 3.0, "x", 2.0, 4.0, 400, {})
+    folder = make_run(tmp_path, "1", ratio, notebook="01_headline_p99")
+    rows = rows_printed()
     expected = {
         *("id", "chapter", "says", "stated", "unit", "verdict", "measured", "ci95", "n", "hardware", "run", "evidence")
     }
     assert all(set(row) == expected for row in rows.values())
     assert rows["c1.p99_ratio"]["verdict"] == "direction only"
     assert rows["c1.p99_ratio"]["ci95"] == [2.0, 4.0]
-    assert rows["c1.p99_baseline"]["verdict"] is None
+    untested = rows["c1.p99_baseline"]
+    assert [untested[name] for name in ("verdict", "measured", "ci95", "n", "hardware", "run", "evidence")] == [
+        None
+    ] * 7
+
+    run_file = folder.path / "run.json"
+    run_file.chmod(0o644)
+    run_file.write_text(run_file.read_text().replace("abc", "abd"))
+    rows = rows_printed()
+    assert all(set(row) == expected for row in rows.values())
+    withdrawn = rows["c1.p99_ratio"]
+    assert (withdrawn["verdict"], withdrawn["measured"], withdrawn["ci95"]) == (None, None, None)
+    assert "withdrawn: run.json: changed" in str(withdrawn["evidence"])

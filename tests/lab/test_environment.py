@@ -5,6 +5,7 @@ import pytest
 
 from p99lab.lab.environment import Roofline, summary
 from p99lab.observe.ceilings import Ceiling
+from p99lab.observe.hardware import Capability
 
 ABSENT = "not testable here: takes a CUDA device"
 HOST = [
@@ -37,10 +38,7 @@ def test_it_can_be_drawn(ceilings: list[Ceiling]) -> None:
 
 
 def test_the_summary_names_the_limits_of_the_place_that_counts() -> None:
-    capabilities = [
-        {"name": "Nsight Compute", "available": False, "takes": "ncu"},
-        {"name": "perf", "available": True, "takes": None},
-    ]
+    capabilities = [Capability("Nsight Compute", False, "no ncu", "ncu"), Capability("perf", True, "perf_event_open")]
     rows = dict(summary("a machine", Roofline.of([*HOST, *DEVICE]), capabilities).itertuples(index=False))
     assert rows == {
         "machine": "a machine",

@@ -1,6 +1,10 @@
 from __future__ import annotations
 
 import errno
+import importlib
+import pkgutil
+import subprocess
+import sys
 from typing import Any
 from unittest import mock
 
@@ -8,6 +12,8 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+import p99lab
+from p99lab.errors import ModelError, P99labError
 from p99lab.lab import execution
 from p99lab.lab.execution import COMPLETED, Ending, Journal
 from p99lab.lab.run_folder import UnwritableError
@@ -82,6 +88,10 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
         ("ValueError", "", ("failed", 10, "cell 1: ValueError")),
         ("ModelError", "shard 1 is cut short", ("failed", 4, "cell 1: ModelError: shard 1 is cut short")),
         ("BadParameterError", "no arm", ("failed", 2, "cell 1: BadParameterError: no arm")),
+        ("RequestTooLargeError", "9 pages", ("failed", 2, "cell 1: RequestTooLargeError: 9 pages")),
+        ("TargetError", "no answer", ("failed", 5, "cell 1: TargetError: no answer")),
+        ("EngineFailedError", "a step", ("failed", 10, "cell 1: EngineFailedError: a step")),
+        ("AccountingError", "a page", ("failed", 10, "cell 1: AccountingError: a page")),
         ("SystemExit", "3", ("exited", 3, "cell 1 called sys.exit(3)")),
         ("SystemExit", "-1", ("exited", 255, "cell 1 called sys.exit(-1)")),
         ("SystemExit", "256", ("exited", 1, "cell 1 called sys.exit(256)")),
@@ -92,3 +102,33 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
 )
 def test_what_an_exception_in_a_cell_means(name: str, value: str, ending: tuple[str, int, str]) -> None:
     assert execution.of_error(name, value, "cell 1") == Ending(*ending)
+
+
+def test_every_error_of_the_package_that_has_an_exit_code_keeps_it_in_a_cell() -> None:
+    for module in pkgutil.walk_packages(p99lab.__path__, "p99lab."):
+        importlib.import_module(module.name)
+    codes = execution.exit_codes()
+    pending, found = [P99labError], {}
+    while pending:
+        error = pending.pop()
+        pending += error.__subclasses__()
+        found[error.__name__] = error.exit_code
+    assert {name: code for name, code in found.items() if code != 1} == codes
+
+
+def test_exit_codes_are_known_before_anything_else_was_imported() -> None:
+    ask = "from p99lab.lab.execution import exit_codes; print(sorted(exit_codes()))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == str(sorted(execution.exit_codes()))
+
+
+def test_a_failure_of_the_runner_says_so() -> None:
+    assert execution.of_failure(KeyError("x")) == Ending("failed", 1, "runner: KeyError: 'x'")
+    assert execution.of_failure(ModelError("gone")) == Ending("failed", 4, "runner: ModelError: gone")
+
+
+def test_a_cell_that_was_running_when_the_runner_failed_has_failed(notebook: nbformat.NotebookNode, quiet: Any) -> None:
+    journal = Journal(notebook, lambda _: None, quiet())
+    journal.cell_started(1)
+    journal.run_ended(execution.of_failure(KeyError("x")), 1.0)
+    assert statuses(notebook) == ["failed", "empty", "not run", "not run"]

@@ -210,3 +210,10 @@ def test_every_tier_of_every_notebook_fits(contract: Contract) -> None:
     assert {"smoke", "laptop"} <= tiers <= {"smoke", "laptop", "h200"}
     for tier in tiers:
         assert isinstance(load(contract, tier), contract.parameters)
+
+
+@pytest.mark.parametrize("what", ["document", "question", "answer"])
+def test_a_range_the_wrong_way_round_is_refused_before_a_kernel(what: str) -> None:
+    with pytest.raises(BadParameterError, match=rf"^{what}_tokens_max: .*below {what}_tokens_min=3000, got") as caught:
+        load(CONTRACTS["01_headline_p99"], "laptop", [f"{what}_tokens_min=3000"])
+    assert caught.value.exit_code == 2

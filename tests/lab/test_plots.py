@@ -72,6 +72,14 @@ def test_arms_differ_in_grey_print_too() -> None:
     assert len(hatches) == 5
 
 
+def test_an_attribution_shows_shares_of_each_row_and_its_sum() -> None:
+    rows = pd.DataFrame({"queue": [15.0, 0.1], "decode": [5.0, 0.3]}, index=["no cache", "stock"])
+    figure = plots.attribution(rows)
+    widths = [bar.get_width() for bar in figure.axes[0].patches]
+    assert widths == pytest.approx([75.0, 25.0, 25.0, 75.0])
+    assert {"20 s", "0.4 s"} <= set(words(figure))
+
+
 def test_an_ecdf_ends_at_one_and_says_n() -> None:
     figure = plots.ecdf({"a": [3.0, 1.0, 2.0]})
     line = figure.axes[0].get_lines()[0]

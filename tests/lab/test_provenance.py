@@ -55,6 +55,23 @@ def test_no_repository_and_no_git_are_both_no_revision(tmp_path: Path, monkeypat
     assert provenance.git_state(tmp_path) == provenance.GitState(None)
 
 
+def test_an_enclosing_repository_is_a_strangers(checkout: Path) -> None:
+    inside = checkout / "venv" / "site-packages"
+    inside.mkdir(parents=True)
+    assert provenance.git_state(inside) == provenance.GitState(None)
+
+
+def test_a_checkout_may_be_reached_by_another_name(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    link = tmp_path_factory.mktemp("elsewhere") / "link"
+    link.symlink_to(checkout)
+    assert provenance.git_state(link).revision == provenance.git_state(checkout).revision
+
+
+def test_a_repository_without_a_commit_has_no_revision(tmp_path: Path) -> None:
+    git(tmp_path, "init", "--quiet")
+    assert provenance.git_state(tmp_path) == provenance.GitState(None)
+
+
 def test_environment_knows_the_packages_and_no_paths() -> None:
     record = provenance.environment()
     assert record["packages"]["numpy"]

@@ -17,8 +17,9 @@ import psutil
 import pytest
 import yaml
 
-from p99lab.lab import runner
+from p99lab.lab import execution, runner
 from p99lab.lab.job import Job
+from p99lab.lab.run_folder import RunFolder
 from p99lab.lab.runner import Outcome
 
 MakeJob = Callable[..., Job]
@@ -195,6 +196,62 @@ def test_a_missing_deliverable(tmp_path: Path, make_job: MakeJob, quiet: Any) ->
     outcome = run(tmp_path, make_job(tmp_path, deliverables=("metrics/a.parquet", "figures/b.png")), quiet)
     assert_ended(outcome, "deliverable missing", 3)
     assert "metrics/a.parquet, figures/b.png" in outcome.ending.reason
+
+
+def only_run(tmp_path: Path) -> RunFolder:
+    (path,) = (tmp_path / "outputs" / "tiny").iterdir()
+    return RunFolder(path)
+
+
+def test_a_failure_of_the_runner_is_recorded_sealed_and_raised(
+    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(execution, "run_kernel", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, make_job(tmp_path, "print('never')"), quiet)
+    folder = only_run(tmp_path)
+    assert folder.verify() == []
+    told = folder.read_json("run.json")
+    assert (told["status"], told["exit_code"]) == ("failed", 1)
+    assert told["reason"] == "runner: ZeroDivisionError: a defect"
+    assert {cell["status"] for cell in told["cells"]} == {"not run"}
+    assert "a defect" in (folder.path / "report.html").read_text()
+
+
+def test_a_notebook_that_cannot_be_read_is_a_failed_run(tmp_path: Path, make_job: MakeJob, quiet: Any) -> None:
+    job = make_job(tmp_path, "print('never')")
+    job.notebook.write_text("{")
+    with pytest.raises(Exception, match="JSON"):
+        run(tmp_path, job, quiet)
+    folder = only_run(tmp_path)
+    assert folder.verify() == []
+    assert folder.read_json("run.json")["status"] == "failed"
+
+
+def test_a_run_without_an_ending_is_never_completed(
+    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.Execution, "run", lambda *_: None)
+    with pytest.raises(RuntimeError, match="without having run"):
+        run(tmp_path, make_job(tmp_path, "print('never')"), quiet)
+    assert only_run(tmp_path).read_json("run.json")["status"] == "failed"
+
+
+def test_a_page_that_cannot_be_made_does_not_cost_the_figures(
+    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> str:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(runner.report, "render", broken)
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, make_job(tmp_path), quiet)
+    folder = only_run(tmp_path)
+    assert folder.verify() == []
+    assert folder.read_json("run.json")["status"] == "completed"
 
 
 def test_a_killed_runner_takes_its_kernel_with_it(tmp_path: Path, make_job: MakeJob) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +17,14 @@ import nbformat
 import pyarrow.parquet as pq
 import pytest
 import yaml
+
 from p99lab import project
 from p99lab.lab.parameters import CONTRACTS, load
 from p99lab.lab.run_folder import RunFolder
 
 NOTEBOOKS = sorted(project.notebooks_dir().glob("*.ipynb"))
 MAX_FUNCTION_LINES = 10
+SmokeRun = tuple[subprocess.CompletedProcess[str], RunFolder]
 
 
 @pytest.fixture(params=NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
@@ -83,52 +88,69 @@ def test_it_keeps_the_order_of_sections(notebook: Any) -> None:
     headings = [line for line in text.splitlines() if line.startswith("#")]
     assert headings[0].startswith("# ")
     assert headings[0].endswith("?")
-    expected = ["machine can show", "Method", "Run", "Figures and tables", "Claims", "change the verdict", "Limits"]
-    found = [next((i for i, heading in enumerate(headings) if part in heading), -1) for part in expected]
+    expected = ["machine can show", "method", "run", "figures and tables", "claims", "change the verdict", "limits"]
+    found = [next((i for i, heading in enumerate(headings) if part in heading.lower()), -1) for part in expected]
     assert -1 not in found
     assert found == sorted(found)
 
 
+def test_every_notebook_has_a_contract_and_every_contract_a_notebook() -> None:
+    assert [path.stem for path in NOTEBOOKS] == sorted(CONTRACTS)
+
+
 @pytest.fixture(scope="module")
-def environment_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], RunFolder]:
-    out = tmp_path_factory.mktemp("runs")
-    command = [sys.executable, "-m", "p99lab.cli", "run", "00", "--tier", "smoke", "-p", "repeats=2", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "COLUMNS": "120"})
+def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], SmokeRun]:
+    """The smoke tier of a notebook, run once for all tests and as a user runs it."""
+
+    @functools.cache
+    def run(notebook: str) -> SmokeRun:
+        out = tmp_path_factory.mktemp("runs")
+        command = [sys.executable, "-m", "p99lab.cli", "run", notebook, "--tier", "smoke", "--out", str(out)]
+        environment = {**os.environ, "COLUMNS": "120"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        (folder,) = (out / notebook).iterdir()
+        return done, RunFolder(folder)
+
+    return run
+
+
+@pytest.mark.parametrize("notebook", CONTRACTS)
+def test_its_smoke_tier_leaves_a_whole_run(notebook: str, smoke_run: Callable[[str], SmokeRun]) -> None:
+    done, folder = smoke_run(notebook)
     assert done.returncode == 0, done.stdout + done.stderr
-    (folder,) = (out / "00_environment").iterdir()
-    return done, RunFolder(folder)
-
-
-def test_00_says_where_its_report_is(environment_run: Any) -> None:
-    done, folder = environment_run
-    assert f"report: {folder.path}/report.html" in done.stdout
-    assert "memory read" in done.stdout  # the summary
     assert done.stderr == ""
-
-
-def test_00_leaves_a_whole_run(environment_run: Any) -> None:
-    _, folder = environment_run
+    assert f"report: {folder.path}/report.html" in done.stdout
     assert folder.verify() == []
-    assert folder.missing(CONTRACTS["00_environment"].deliverables) == []
+    assert folder.missing(CONTRACTS[notebook].deliverables) == []
     run = folder.read_json("run.json")
     assert (run["status"], run["exit_code"], run["tier"]) == ("completed", 0, "smoke")
     assert {cell["status"] for cell in run["cells"]} == {"completed"}
-    assert yaml.safe_load((folder.path / "parameters.yaml").read_text())["repeats"] == 2
+    parameters = yaml.safe_load((folder.path / "parameters.yaml").read_text())
+    assert CONTRACTS[notebook].parameters.parse(parameters) == load(CONTRACTS[notebook], "smoke")
 
 
-def test_00_measures_what_it_can_and_says_what_it_cannot(environment_run: Any) -> None:
-    _, folder = environment_run
+@pytest.mark.parametrize("notebook", CONTRACTS)
+def test_its_report_is_a_page_that_stands_alone(notebook: str, smoke_run: Callable[[str], SmokeRun]) -> None:
+    _, folder = smoke_run(notebook)
+    page = (folder.path / "report.html").read_text()
+    loaded = re.findall(r"""\bsrc(?:set)?\s*=\s*["']?([^"'\s>]{1,40})""", page) + re.findall(r"url\(([^)]{1,40})", page)
+    assert [source for source in loaded if not source.startswith("data:")] == []
+    assert {tag for tag in re.findall(r"<(\w+)[^>]*\bhref=", page) if tag != "a"} == set()
+    assert re.findall(r"<(?:script|link|iframe|object|embed)\b|@import", page) == []
+    assert str(folder.path) not in page
+    num_figures = sum(name.startswith("figures/") for name in CONTRACTS[notebook].deliverables)
+    assert page.count("<img") >= num_figures
+
+
+def test_00_shows_its_summary(smoke_run: Callable[[str], SmokeRun]) -> None:
+    done, _ = smoke_run("00_environment")
+    assert "memory read" in done.stdout or "device read" in done.stdout
+
+
+def test_00_measures_what_it_can_and_says_what_it_cannot(smoke_run: Callable[[str], SmokeRun]) -> None:
+    _, folder = smoke_run("00_environment")
     for row in pq.read_table(folder.path / "metrics/ceilings.parquet").to_pylist():
         assert row["best"] is not None or "not testable here" in row["how"]
     for row in pq.read_table(folder.path / "metrics/capabilities.parquet").to_pylist():
         assert row["available"] or row["takes"]
     assert json.loads((folder.path / "metrics/fingerprint.json").read_bytes())["id"]
-
-
-def test_00_is_a_page_that_stands_alone(environment_run: Any) -> None:
-    _, folder = environment_run
-    page = (folder.path / "report.html").read_text()
-    assert "<script" not in page
-    assert "<link" not in page
-    assert 'src="http' not in page
-    assert str(folder.path) not in page

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 
 from p99lab.probe.command import ProbeOptions, probe
 from p99lab.probe.records import Outcome, Phase
@@ -18,8 +16,6 @@ from tests.engine.tiny_models import save_tiny_model
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
     save_tiny_model("llama", path)
-    words = {f"w{number}": number for number in range(128)}
-    Tokenizer(WordLevel(words, unk_token="w0")).save(str(path / "tokenizer.json"))
     return path
 
 

@@ -131,6 +131,38 @@ def test_correlated_series_below_the_least_effective_n_have_no_upper_bound() -> 
     assert "worth 50" in figure.reason
 
 
+@given(
+    n=st.integers(1, 5000),
+    share=st.floats(0, 1),
+    q=st.sampled_from([0.5, 0.9, 0.99, 0.999]),
+    num_failed=st.integers(0, 60),
+)
+def test_bounds_are_on_their_sides_of_the_value(n: int, share: float, q: float, num_failed: int) -> None:
+    values = np.arange(float(n))
+    values[n - min(n, num_failed) :] = np.inf
+    figure = percentile(values, q, effective_n=max(1, round(share * n)))
+    if figure.value is not None:
+        assert figure.low is None or figure.low <= figure.value
+        assert figure.high is None or figure.value <= figure.high
+        assert figure.high is None or figure.effective_n >= min_n(q)
+
+
+@pytest.mark.parametrize("effective_n", [1, 2])
+def test_one_or_two_independent_values_bound_no_p99(effective_n: int) -> None:
+    figure = percentile(np.arange(400.0), 0.99, effective_n)
+    assert (figure.value, figure.low, figure.high) == (395.0, None, None)
+    assert figure.reason == f"no bounds: 400 correlated values are worth {effective_n}, P99 needs 368"
+
+
+def test_a_lower_bound_alone_holds_as_often_as_it_says() -> None:
+    rng, truth = np.random.default_rng(24), math.exp(0.5 * 2.3263479)
+    for num_batches in (25, 60, 150):
+        series = [lockstep(rng, num_batches, 16) for _ in range(400)]
+        figures = [percentile(one, 0.99, effective_size(one)) for one in series]
+        assert all(figure.high is None for figure in figures)
+        assert np.mean([f.low is None or f.low <= truth for f in figures]) >= 0.96
+
+
 def test_failures_are_slower_than_any_answer() -> None:
     values = np.concatenate([np.arange(990.0), np.full(10, np.inf)])
     assert percentile(values, 0.99).value == 989.0
@@ -187,6 +219,24 @@ def test_stationary_series_are_steady_from_their_start() -> None:
     assert whole_kept(rng.lognormal(0, 0.3, (100, 400))) >= 0.98
     assert whole_kept(autoregressive(rng, 100, 400, 0.7)) >= 0.94
     assert whole_kept(np.array([lockstep(rng, 60, 8) for _ in range(100)])) >= 0.9
+
+
+def test_few_independent_stretches_cannot_tell() -> None:
+    rng = np.random.default_rng(25)
+    assert verdicts(autoregressive(rng, 100, 200, 0.99)).count("steady") <= 5  # worth about 1 of 200
+    assert verdicts(np.exp(0.05 * np.cumsum(rng.normal(size=(100, 200)), axis=1))).count("steady") <= 5
+    assert "steady" not in verdicts(np.array([lockstep(rng, 5, 40) for _ in range(100)]))
+    swing = 1 + 0.3 * np.sin(np.linspace(0, 2 * np.pi, 200))
+    assert set(verdicts(swing + rng.normal(0, 0.01, (100, 200)))) == {"cannot tell"}
+    window = steady_window(np.arange(200.0), swing, np.full(200, 8.0))
+    assert "of the 16 independent ones" in (window.reason or "")
+
+
+def test_enough_independent_stretches_can_tell() -> None:
+    rng = np.random.default_rng(26)
+    assert verdicts(autoregressive(rng, 100, 400, 0.9)).count("steady") >= 85  # worth about 21
+    assert verdicts(np.array([lockstep(rng, 30, 8) for _ in range(100)])).count("steady") >= 90
+    assert verdicts(rng.lognormal(0, 0.3, (100, 40))).count("steady") >= 90
 
 
 def test_a_drift_is_rejected() -> None:

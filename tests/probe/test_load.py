@@ -68,6 +68,24 @@ def test_an_open_load_sends_at_its_times_whatever_the_target_does(fake_target: A
     assert any(r.phase is Phase.COOLDOWN for r in run.records)  # arrivals go on until the last measured one has ended
 
 
+def test_making_the_next_query_does_not_delay_the_one_whose_time_has_come(fake_target: Any, virtual: Any) -> None:
+    from p99lab.probe.documents import Passage
+
+    async def main() -> Any:
+        target, already_sent = fake_target(), []
+
+        def counted() -> Any:
+            for i in range(6):
+                already_sent.append(target.num_sent)
+                yield Query(i, 0, Passage.of("", [1, 2]), 1, 1, True, intended_s=float(i))
+
+        load, clock = OpenLoad(rate=1, num_requests=6, warmup_share=0), asyncio.get_running_loop().time
+        await drive(target, load, counted(), clock=clock, spin_s=0.0)
+        return already_sent
+
+    assert virtual(main) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_late_send_counts_from_the_intended_arrival(fake_target: Any, virtual: Any) -> None:
     from p99lab.probe.documents import Passage
 

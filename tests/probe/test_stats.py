@@ -153,13 +153,24 @@ def test_a_late_client_voids_an_open_run(late_s: float, ttft_s: float, limit_s: 
     records = [record(i, intended_s=i - late_s, first_token_s=i - late_s + ttft_s, token_times_s=()) for i in range(50)]
     summary = summarise(run_of(records), load)
     assert summary.lateness.limit_s == pytest.approx(limit_s)
-    assert summary.lateness.p99_s == pytest.approx(late_s)
+    assert summary.lateness.p99_of_sample_s == pytest.approx(late_s)
     assert summary.lateness.exceeded == void
     assert any("late" in reason for reason in summary.void) == void
 
 
 def test_a_closed_run_has_no_lateness() -> None:
-    assert Lateness.of([record(0)]) == Lateness(0, None, None, None, None)
+    lateness = Lateness.of([record(0)])
+    assert (lateness.distribution.n, lateness.p99_of_sample_s, lateness.limit_s) == (0, None, None)
+    assert not lateness.exceeded
+
+
+def test_lateness_is_given_like_any_other_metric() -> None:
+    records = [record(i, intended_s=i - 2**-10) for i in range(50)]
+    shape = summarise(run_of(records), OpenLoad(rate=1, num_requests=50)).as_dict()
+    assert set(shape["lateness"]) == {*shape["e2e"], "p99_of_sample", "limit", "exceeded"}
+    assert shape["lateness"]["p50"]["ci95"] == [2**-10, 2**-10]
+    assert shape["lateness"]["p99"]["value"] is None
+    assert shape["lateness"]["p99_of_sample"] == 2**-10
 
 
 def test_open_runs_are_also_timed_from_send() -> None:

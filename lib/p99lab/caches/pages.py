@@ -1,7 +1,7 @@
 """The page pool: who may use which page of the KV cache, counted per page.
 
-A page's state is `(references, in_tree)`. References count the page tables that hold the page, and the pending copies
-that read it. The legal combinations, and no others:
+Two facts say all about a page: `references`, how many page tables hold it and pending copies read it, and `in_tree`,
+whether the prefix tree keeps it. These pairs occur, and no others:
 
 | references | in_tree | state                                                                     |
 |------------|---------|---------------------------------------------------------------------------|
@@ -10,8 +10,8 @@ that read it. The legal combinations, and no others:
 | 0          | True    | cached: the tree alone keeps it, may be evicted                           |
 | >= 1       | True    | active, shared: page tables or copies read it, nobody writes or evicts it |
 
-Only pages of the tree are ever shared, so a private page has exactly one reference. With the tiers a third component
-`transfer` joins (none, loading, storing); the combinations above are those of `transfer` none.
+Only pages of the tree are ever shared, so a private page has exactly one reference. The tiers will add a third
+fact, a transfer that is under way; the pairs above are those of a page without one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine's configuration: one part per subsystem, handed only to it; plain values, round-trips through a dict."""
+"""The engine's configuration, in parts: each subsystem is given its own and sees no other. Plain values throughout."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def _run(command: Sequence[str], failure: str, lock: int, environment: dict[str,
 def _require_conversion_packages(name: str) -> None:
     missing = [package for package in CONVERSION_NEEDS if importlib.util.find_spec(package) is None]
     if missing:
-        raise ModelError(f"fetching '{name}' needs {', '.join(missing)}: pip install '.[engine]' in a checkout")
+        raise ModelError(f"fetching '{name}' needs {', '.join(missing)}: the extra 'engine' (pip install '.[engine]')")
 
 
 @contextlib.contextmanager

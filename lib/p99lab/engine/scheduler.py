@@ -1,8 +1,8 @@
 """The scheduler: who holds pages, and what each step computes.
 
-One invariant schedules everything: `num_computed_tokens` of a running request catches up with its `num_tokens`. A
-prompt in one piece or in chunks, a prefix found in the tree, a request computed again after it gave way, and decoding
-differ only in how far the one is behind the other.
+There are no phases. A running request has `num_tokens` and is done with `num_computed_tokens` of them, and each step
+makes the second approach the first. A prompt in one piece or in chunks, a prefix found in the tree, a request computed
+again after it gave way, and decoding differ only in how far there is to go.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from p99lab.lab import plots
 from p99lab.observe.ceilings import Ceiling
+from p99lab.observe.hardware import Capability
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,11 +50,11 @@ class Roofline:
         return plots.roofline(self.read_gb_s, self.matmul_gflop_s, INTENSITIES)
 
 
-def summary(machine: str, roofline: Roofline, capabilities: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+def summary(machine: str, roofline: Roofline, capabilities: Iterable[Capability]) -> pd.DataFrame:
     """`what` and `here`: the machine's label, its limits, and the names of what cannot be observed on it."""
     import pandas as pd
 
-    missing = [str(capability["name"]) for capability in capabilities if not capability["available"]]
+    missing = [capability.name for capability in capabilities if not capability.available]
     rows = [
         ("machine", machine),
         (f"{roofline.place or 'memory '}read", f"{roofline.read_gb_s:,.0f} GB/s"),

@@ -12,10 +12,11 @@ import itertools
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 
 LoadKind = Literal["closed", "open"]
 OnBlock = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +186,7 @@ def run(parameters: Headline01, on_block: OnBlock | None = None) -> Headline:
     from p99lab.engine.engine import Engine
 
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(parameters.threads or threads_before)
+    torch.set_num_threads(parameters.threads or max(1, threads_before - 1))
     try:
         with shared_interpreter(), Engine(_engine_config(parameters)) as engine:
             return _Experiment(parameters, engine, on_block or (lambda line: None)).run()
@@ -218,7 +220,7 @@ class _Experiment:
 
     def run(self) -> Headline:
         self._tell(f"priming {len(self._documents)} documents")
-        _in_a_loop_of_its_own(self._target.prime(self._documents))
+        in_a_loop_of_its_own(self._target.prime(self._documents))
         plan = _plan(self._parameters)
         for place, planned in enumerate(plan):
             share = planned.weight / sum(later.weight for later in plan[place:])
@@ -244,7 +246,7 @@ class _Experiment:
         load = self._closed_load(planned, limit_s) if planned.load == "closed" else self._open_load(planned, limit_s)
         sent = self._queries(load, planned)
         began_s = time.perf_counter()
-        run = _in_a_loop_of_its_own(drive(self._target, load, sent))
+        run = in_a_loop_of_its_own(drive(self._target, load, sent))
         self._left_s -= time.perf_counter() - began_s
         summary, order = summarise(run, load), len(self._blocks)
         self._blocks.append(Block(arm, planned.load, planned.number, order, run, summary, engine.stats()))
@@ -310,13 +312,15 @@ def _engine_config(parameters: Headline01) -> EngineConfig:
 
 
 def _workload(parameters: Headline01) -> Workload:
-    return Workload(
-        num_documents=parameters.num_documents,
-        document_tokens=(parameters.document_tokens_min, parameters.document_tokens_max),
-        question_tokens=(parameters.question_tokens_min, parameters.question_tokens_max),
-        answer_tokens=(parameters.answer_tokens_min, parameters.answer_tokens_max),
-        vocab_size=parameters.random_tokens,
-        seed=parameters.seed,
+    return Workload.parse(
+        {
+            "num_documents": parameters.num_documents,
+            "document_tokens": (parameters.document_tokens_min, parameters.document_tokens_max),
+            "question_tokens": (parameters.question_tokens_min, parameters.question_tokens_max),
+            "answer_tokens": (parameters.answer_tokens_min, parameters.answer_tokens_max),
+            "vocab_size": parameters.random_tokens,
+            "seed": parameters.seed,
+        }
     )
 
 
@@ -342,7 +346,23 @@ def _ids(token_ids: IntArray | None) -> IntArray:
     return token_ids
 
 
-def _in_a_loop_of_its_own(work: Any) -> Any:
-    """Run a coroutine to its end in another thread: a notebook's own thread is inside an event loop already."""
+def in_a_loop_of_its_own(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in another thread: a notebook's own thread is inside an event loop already.
+
+    An interrupt cancels the coroutine, waits until it has tidied up, and goes on.
+    """
+    begun: Future[Callable[[], Any]] = Future()
+
+    async def cancellable() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None  # asyncio.run made one
+        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await work
+
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="p99lab-clients") as executor:
-        return executor.submit(asyncio.run, work).result()
+        try:
+            return executor.submit(asyncio.run, cancellable()).result()
+        except KeyboardInterrupt:
+            with suppress(RuntimeError):  # its loop is closed: it has just ended
+                begun.result()()
+            raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,24 +14,32 @@ from p99lab.lab.figures import Conditions, Figure
 from p99lab.lab.headline import BASELINE, FULL, NOTEBOOK, Cell, Headline
 from p99lab.observe.hardware import fingerprint
 from p99lab.probe import intervals
-from p99lab.probe.stats import attribution, e2e, metric_values
+from p99lab.probe.stats import attribution, e2e
 
 
-def verdicts(figures: Iterable[Figure]) -> pd.DataFrame:
-    """The claims that this notebook tests, judged by these figures on this machine."""
+def verdicts(headline: Headline, figures: Iterable[Figure]) -> pd.DataFrame:
+    """The claims that this notebook tests, judged by these figures on this machine; under `why` also what is void."""
     by_metric = {figure.metric: figure for figure in figures}
     machine = machine_conditions(fingerprint())
     claims = [claim for claim in load_claims() if claim.notebook == NOTEBOOK]
-    return pd.DataFrame([_verdict_row(claim, by_metric, machine) for claim in claims])
+    void = [f"{cell.arm.name} is void: {reason}" for cell in _judged(headline) for reason in dict.fromkeys(cell.void)]
+    return pd.DataFrame([_verdict_row(claim, by_metric, machine, void) for claim in claims])
 
 
 def figures(headline: Headline) -> list[Figure]:
-    """What the claims of chapter 1 are judged by, each with the conditions it was taken under."""
-    baseline, full = headline.cell(BASELINE), headline.cell(FULL)
-    conditions = _conditions(headline)
-    found = [*_tail_figures(baseline, full), _allocation_figure(baseline)]
+    """What the claims of chapter 1 are judged by, each with the conditions it was taken under; none of a void arm."""
     untested = Figure.untestable("warm_lengths_done", takes="a GPU, 128K contexts and a compiled arm")
+    baseline, full = _judged(headline)
+    found = _tail_figures(baseline, full)
+    if not baseline.void:
+        found += _allocation_figure(baseline)
+    conditions = _conditions(headline)
     return [*(dataclasses.replace(figure, conditions=conditions) for figure in found), untested]
+
+
+def _judged(headline: Headline) -> tuple[Cell, Cell]:
+    """Claims are judged by the closed load alone, as the article's were."""
+    return headline.cell(BASELINE), headline.cell(FULL)
 
 
 def _conditions(headline: Headline) -> dict[str, Any]:
@@ -46,7 +54,9 @@ def _conditions(headline: Headline) -> dict[str, Any]:
     }
 
 
-def _verdict_row(claim: Claim, figures: Mapping[str, Figure], machine: Conditions) -> dict[str, Any]:
+def _verdict_row(
+    claim: Claim, figures: Mapping[str, Figure], machine: Conditions, void: Sequence[str]
+) -> dict[str, Any]:
     name, why, figure = verdict(claim, figures, machine)
     return {
         "claim": claim.id,
@@ -57,23 +67,25 @@ def _verdict_row(claim: Claim, figures: Mapping[str, Figure], machine: Condition
         "high": None if figure is None else figure.ci_high,
         "n": None if figure is None else figure.n,
         "verdict": "none" if name is None else name.value,
-        "why": why,
+        "why": why if figure is not None else "; ".join((why, *void)),
     }
 
 
 def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
     """P99 and spread of both, and their ratios with intervals from the worst pairing of the bounds."""
+    cells = {"stock": baseline, "full": full}
+    latency = {which: cell.metrics["e2e"] for which, cell in cells.items() if not cell.void}
     figures = []
-    for metric, unit in (("p99_e2e", "s"), ("std_e2e", "s")):
-        pair = [_tail(metric, cell) for cell in (baseline, full)]
-        for which, found in zip(("stock", "full"), pair, strict=True):
-            if found.value is not None:
-                figures.append(_figure(f"{metric}_{which}", found.value, unit, found.low, found.high, found.n))
-        before, after = pair
-        if before.value is not None and after.value is not None:
+    for metric in ("p99", "std"):
+        found = {which: m.std if metric == "std" else m.percentiles[metric] for which, m in latency.items()}
+        for which, one in found.items():
+            if one.value is not None:
+                figures.append(_figure(f"{metric}_e2e_{which}", one.value, "s", one.low, one.high, one.n))
+        before, after = found.get("stock"), found.get("full")
+        if before and after and before.value is not None and after.value:
             low, high = _quotient(before.low, after.high), _quotient(before.high, after.low)
-            name = metric.removesuffix("_e2e") + "_ratio"
-            figures.append(_figure(name, before.value / after.value, "x", low, high, min(before.n, after.n)))
+            n = min(before.n, after.n)
+            figures.append(_figure(f"{metric}_ratio", before.value / after.value, "x", low, high, n))
     return figures
 
 
@@ -88,27 +100,21 @@ def _figure(metric: str, value: float, unit: str, low: float | None, high: float
     return Figure(metric, value, unit, low, high, n)
 
 
-def _tail(metric: str, cell: Cell) -> intervals.Figure:
-    latency = metric_values(cell.used)["e2e"]
-    if metric == "std_e2e":
-        return intervals.spread(latency)
-    return intervals.percentile(latency, 0.99, intervals.effective_size(latency))
+def _allocation_figure(baseline: Cell) -> list[Figure]:
+    """Percent of a P99 request's time that went into host work between steps, and into waiting if pages ever lacked.
 
-
-def _allocation_figure(baseline: Cell) -> Figure:
-    """Percent of the P99 requests' time that went into host work between steps, and into waiting if pages ever lacked.
-
-    The P99 requests: those at or above the lower bound of P99's interval. The figure's interval is a bootstrap over
-    them.
+    P99 requests: those at or above the lower bound of P99's interval. The figure is the median of their shares, whose
+    interval is one of order statistics like any other here. None where P99 has no interval: which requests are at the
+    P99 is not known then.
     """
+    tail = baseline.metrics["e2e"].percentiles["p99"]
+    if tail.low is None or tail.high is None:
+        return []
     lacked = any(block.stats.num_refusals or block.stats.num_preemptions for block in baseline.blocks)
-    tail = _tail("p99_e2e", baseline)
-    if tail.low is None:
-        return Figure.untestable("share_allocation", takes=f"{intervals.min_n(0.99)} independent requests")
-    shares = [attribution(record) for record in baseline.used if e2e(record) >= tail.low]
-    known = [share for share in shares if share is not None]
-    blamed = np.array([share["scheduling"] + (share["queue"] if lacked else 0.0) for share in known])
-    whole = np.array([sum(share.values()) for share in known])
-    drawn = np.random.default_rng(0).integers(len(known), size=(1000, len(known)))
-    low, high = np.quantile(blamed[drawn].sum(1) / whole[drawn].sum(1), [0.025, 0.975])
-    return Figure("share_allocation", 100 * blamed.sum() / whole.sum(), "percent", 100 * low, 100 * high, len(known))
+    known = [share for r in baseline.used if e2e(r) >= tail.low and (share := attribution(r)) is not None]
+    blamed = [share["scheduling"] + (share["queue"] if lacked else 0.0) for share in known]
+    percent = np.array([100 * part / sum(share.values()) for part, share in zip(blamed, known, strict=True)])
+    median = intervals.percentile(percent, 0.5, intervals.effective_size(percent))
+    if median.value is None:
+        return []
+    return [_figure("share_allocation", median.value, "percent", median.low, median.high, median.n)]

@@ -11,13 +11,15 @@ import pandas as pd
 from p99lab.lab.headline import Block, Cell, Headline, LoadKind
 from p99lab.lab.results import shown
 from p99lab.probe import stats
-from p99lab.probe.intervals import Figure, FloatArray
+from p99lab.probe.intervals import Figure, FloatArray, min_n
 from p99lab.probe.stats import Distribution, e2e, measured, metric_values
 
 
 def summary(headline: Headline) -> pd.DataFrame:
-    """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter."""
-    return pd.DataFrame([_summary_row(cell) for cell in (*headline.cells("closed"), *headline.cells("open"))])
+    """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter; noted for open loads,
+    which have a demand to meet: whether the P99 is within the SLO."""
+    slo_s = headline.parameters.slo_p99_s
+    return pd.DataFrame([_summary_row(cell, slo_s) for cell in (*headline.cells("closed"), *headline.cells("open"))])
 
 
 def percentiles(headline: Headline) -> pd.DataFrame:
@@ -36,7 +38,7 @@ def attribution(headline: Headline, load: LoadKind = "closed") -> pd.DataFrame:
     rows: dict[str, dict[str, float]] = {}
     for cell in headline.cells(load):
         found = stats.attributions(cell.used)
-        rows |= {f"{cell.arm.name}: {what}": found[what]["shares_s"] for what in ("slowest", "mean") if found}
+        rows |= {f"{_name(cell)}: {what}": found[what]["shares_s"] for what in ("slowest", "mean") if found}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(stats.SHARES))
 
 
@@ -46,18 +48,18 @@ def hit_rates(headline: Headline) -> pd.DataFrame:
 
 
 def windows(headline: Headline) -> pd.DataFrame:
-    """The steady window of each block, and why where there is none."""
+    """The steady window of each block, and why where there is none; how late the client of an open load was."""
     return pd.DataFrame([_window_row(block) for block in headline.blocks])
 
 
 def latencies(headline: Headline, load: LoadKind = "closed") -> dict[str, FloatArray]:
     """E2E of the used requests by arm, seconds, in order of time."""
-    return {cell.arm.name: metric_values(cell.used)["e2e"] for cell in headline.cells(load)}
+    return {_name(cell): metric_values(cell.used)["e2e"] for cell in headline.cells(load)}
 
 
 def p99_intervals(headline: Headline, load: LoadKind = "closed") -> dict[str, tuple[float, float]]:
     """P99's confidence interval by arm, where n is large enough."""
-    found = {cell.arm.name: cell.metrics["e2e"].percentiles["p99"] for cell in headline.cells(load)}
+    found = {_name(cell): cell.metrics["e2e"].percentiles["p99"] for cell in headline.cells(load)}
     return {arm: (p99.low, p99.high) for arm, p99 in found.items() if p99.low is not None and p99.high is not None}
 
 
@@ -68,28 +70,51 @@ def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.Dat
         block = max(cell.blocks, key=lambda block: len(block.used))
         used = {record.index for record in block.used}
         rows = [(r.start_s, e2e(r), r.index in used) for r in measured(block.run.records)]
-        frames[cell.arm.name] = pd.DataFrame(rows, columns=["start_s", "latency_s", "steady"])
+        frames[_name(cell)] = pd.DataFrame(rows, columns=["start_s", "latency_s", "steady"])
     return frames
 
 
-def _summary_row(cell: Cell) -> dict[str, Any]:
+def _name(cell: Cell) -> str:
+    """The arm's, as figures show it."""
+    return f"{cell.arm.name} (void)" if cell.void else cell.arm.name
+
+
+def _summary_row(cell: Cell, slo_s: float) -> dict[str, Any]:
     latency = cell.metrics["e2e"]
     name, figure = _deepest_tail(latency)
-    bounds = "" if figure.low is None or figure.high is None else f" [{shown(figure.low)}, {shown(figure.high)}]"
     return {
         "arm": cell.arm.name,
         "load": cell.load,
         "n": latency.n,
         "requests/s": cell.requests_per_s,
         "E2E P50 (s)": latency.percentiles["p50"].value,
-        "E2E tail (s)": f"{name} {shown(figure.value)}{bounds}",
+        "E2E tail (s)": f"{name} {shown(figure.value)}{_bounds(figure)}",
         "jitter (s)": latency.std.value,
-        "note": "; ".join(_remarks(cell, latency)),
+        "note": "; ".join(_remarks(cell, latency, slo_s)),
     }
 
 
+def _bounds(figure: Figure) -> str:
+    """` [low, high]`, or the one that there is; nothing without either."""
+    if figure.low is None and figure.high is None:
+        return ""
+    if figure.high is None:
+        return f" [≥ {shown(figure.low)}]"
+    return f" [≤ {shown(figure.high)}]" if figure.low is None else f" [{shown(figure.low)}, {shown(figure.high)}]"
+
+
+def _meets(slo_s: float, p99: Figure) -> str:
+    """Yes and no only if the whole interval is on that side."""
+    if p99.value is None:
+        return "no, requests failed" if p99.n >= min_n(0.99) else "n too small"
+    if p99.high is not None and p99.high <= slo_s:
+        return "yes"
+    return "no" if p99.low is not None and p99.low > slo_s else "cannot tell"
+
+
 def _percentile_row(cell: Cell, name: str, metric: Distribution) -> dict[str, Any]:
-    row: dict[str, Any] = {"arm": cell.arm.name, "load": cell.load, "metric": name, "n": metric.n}
+    row: dict[str, Any] = {"arm": cell.arm.name, "load": cell.load, "metric": name}
+    row |= {"void": bool(cell.void), "n": metric.n}
     row["effective n"] = metric.effective_n
     for label, figure in {**metric.percentiles, "std": metric.std}.items():
         row |= {label: figure.value, f"{label} low": figure.low, f"{label} high": figure.high}
@@ -105,12 +130,14 @@ def _deepest_tail(latency: Distribution) -> tuple[str, Figure]:
     return "max", Figure(latency.max_s, None, None, latency.n, latency.effective_n)
 
 
-def _remarks(cell: Cell, latency: Distribution) -> Iterable[str]:
+def _remarks(cell: Cell, latency: Distribution, slo_s: float) -> Iterable[str]:
     yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
+    if cell.load == "open" and not cell.void:
+        yield f"P99 within the SLO of {slo_s:g} s: {_meets(slo_s, latency.percentiles['p99'])}"
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
     if latency.effective_n < latency.n:
-        yield f"correlated, worth {latency.effective_n}"
+        yield f"correlated: worth {latency.effective_n} independent requests"
 
 
 def _ablation_row(cell: Cell) -> dict[str, Any]:
@@ -118,7 +145,7 @@ def _ablation_row(cell: Cell) -> dict[str, Any]:
     name, figure = _deepest_tail(latency)
     bounded = figure.low is not None and figure.high is not None
     return {
-        "arm": cell.arm.name,
+        "arm": _name(cell),
         "p50": _number(latency.percentiles["p50"].value),
         "tail": _number(figure.value),
         "low": _number(figure.low if bounded else None),
@@ -129,6 +156,10 @@ def _ablation_row(cell: Cell) -> dict[str, Any]:
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
+
+
+def _ms(seconds: float | None) -> float:
+    return math.nan if seconds is None else 1000 * seconds
 
 
 def _hit_row(block: Block) -> dict[str, Any]:
@@ -148,7 +179,7 @@ def _hit_row(block: Block) -> dict[str, Any]:
 
 
 def _window_row(block: Block) -> dict[str, Any]:
-    window = block.summary.steady_window
+    window, late = block.summary.steady_window, block.summary.lateness
     return {
         "order": block.order,
         "arm": block.arm.name,
@@ -158,5 +189,8 @@ def _window_row(block: Block) -> dict[str, Any]:
         "from (s)": window.start_s,
         "to (s)": window.end_s,
         "requests": window.num_requests,
+        "client late, P50 (ms)": _ms(late.distribution.percentiles["p50"].value),
+        "client late, P99 (ms)": _ms(late.p99_of_sample_s),
+        "allowed (ms)": _ms(late.limit_s),
         "reason": window.reason or "",
     }

@@ -1,7 +1,7 @@
 """What each notebook takes and what it owes: one parameter model and one list of deliverables per notebook.
 
-The runner validates a run's parameters here before a kernel starts; the notebook validates them again, with `check`,
-in the cell after the injected one, so that values changed by hand in JupyterLab are held to the same model.
+The runner validates a run's parameters here before a kernel starts; the notebook calls `check` right
+after its parameters, so that values changed by hand in JupyterLab are held to the same model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from p99lab import project
@@ -36,12 +36,12 @@ class Environment00(StrictModel):
 
 
 class Headline01(StrictModel):
-    """The headline scenario's sizes; lengths in tokens. A tier changes sizes, never the method."""
+    """The headline scenario's sizes; lengths in tokens. Tiers differ in these numbers and in nothing else."""
 
     model: str  # a name of `p99lab models list`, a directory, or dummy:<geometry>
     dtype: Literal["float32", "bfloat16", "float16"]
     device: str
-    threads: int = Field(ge=0)  # of torch on a CPU; 0 leaves its own choice
+    threads: int = Field(ge=0)  # of torch on a CPU; 0 leaves one of its own choice to the clients
     random_tokens: int | None = Field(None, ge=2)  # documents of random ids of this vocabulary, for random weights
     num_documents: int = Field(ge=1)
     document_tokens_min: int = Field(ge=1)
@@ -60,8 +60,16 @@ class Headline01(StrictModel):
     open_requests: int = Field(ge=0)  # 0 leaves the open load out
     open_share: float = Field(gt=0, lt=1)  # of what `stock` answers per second under the closed load
     max_measuring_s: float = Field(gt=0)  # of all blocks together; each gets a share and ends with it
-    slo_p99_s: float = Field(gt=0)
+    slo_p99_s: float = Field(gt=0)  # of E2E under the open load
     seed: int = Field(ge=0)
+
+    @field_validator("document_tokens_max", "question_tokens_max", "answer_tokens_max")
+    @classmethod
+    def _not_below_its_min(cls, most: int, info: ValidationInfo) -> int:
+        name = str(info.field_name).replace("_max", "_min")
+        if most < info.data.get(name, most):
+            raise ValueError(f"below {name}={info.data[name]}")
+        return most
 
 
 @dataclass(frozen=True)

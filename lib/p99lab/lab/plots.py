@@ -77,19 +77,24 @@ def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Fi
     return figure
 
 
-def attribution(shares: pd.DataFrame, unit: str = "s", title: str = "") -> Figure:
-    """Where time went: one stacked bar per row of `shares`, one segment per column, in `unit`."""
+def attribution(shares: pd.DataFrame, unit: str = "s") -> Figure:
+    """Where time went: one bar of 100 % per row of `shares` (in `unit`), one segment per column, the sum at its end.
+
+    Percent, because rows may differ a hundredfold: on one axis of seconds the longest would flatten all others.
+    """
     with _axes(height=1.5 + 0.42 * len(shares)) as (figure, axes):
-        left = np.zeros(len(shares))
-        rows = np.arange(len(shares))
-        for number, part in enumerate(shares.columns):
-            widths = shares[part].to_numpy(float)
+        values = shares.to_numpy(float)  # [rows, parts]
+        totals = values.sum(axis=1)
+        left, rows = np.zeros(len(shares)), np.arange(len(shares))
+        for number, (part, widths) in enumerate(zip(shares.columns, 100 * (values / totals[:, None]).T, strict=True)):
             style: dict[str, Any] = {"color": _colour(number), "hatch": HATCHES[number % len(HATCHES)]}
             axes.barh(rows, widths, left=left, height=0.62, edgecolor="white", lw=0.6, label=part, **style)
             left += widths
+        for row, total in enumerate(totals):
+            axes.annotate(f"{total:.3g} {unit}", (100, row), xytext=(4, 0), textcoords="offset points", va="center")
         axes.set_yticks(rows, [str(name) for name in shares.index])
         axes.invert_yaxis()
-        axes.set(xlabel=f"time ({unit})", title=title)
+        axes.set(xlabel="share of the request's time (%)", xlim=(0, 100))
         axes.grid(axis="y", visible=False)
         _legend_above(figure, axes)
     return figure

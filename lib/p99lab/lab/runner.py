@@ -57,8 +57,8 @@ def run(job: Job, observer: Observer, parent: Path | None = None, cell_timeout_s
     """Run a job to its end in a new folder under `parent` (default: the project's outputs) and seal it.
 
     Must be called from the main thread: it takes SIGTERM, SIGUSR1 and SIGINT as requests to stop. Errors of the
-    notebook do not raise; they are the outcome's ending. An error of the runner itself does, once the folder says so and
-    is sealed.
+    notebook do not raise; they are the outcome's ending. An error of the runner itself does, after it was recorded in
+    the folder and that was sealed.
     """
     with StopSignal() as stop:
         started, started_s = datetime.datetime.now(datetime.UTC), time.monotonic()

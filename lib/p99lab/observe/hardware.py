@@ -1,4 +1,4 @@
-"""What machine this is, what it can do at best, and what can be measured on it.
+"""The machine: what it is, and which observations it allows.
 
 `fingerprint` describes it (no host or user names), `capabilities` says which observations it allows and what a missing
 one would take, `ceilings` in `observe.ceilings` measures its limits.

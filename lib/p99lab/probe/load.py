@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.targets import Chunk, RequestError, Served, Target
-from p99lab.probe.workload import ClosedLoad, Load, OpenLoad, Query
+from p99lab.probe.workload import ClosedLoad, Load, Query
 
 Clock = Callable[[], float]
 
@@ -111,7 +111,7 @@ class _Sending:
                 clients = range(self.load.concurrency)
                 tasks = [group.create_task(self.client(self.load, number)) for number in clients]
             else:
-                tasks = [group.create_task(self.arrivals(self.load))]
+                tasks = [group.create_task(self.arrivals())]
             if self.load.duration_s is not None:
                 tasks.append(group.create_task(self.close_at(self.load.duration_s)))
             await self.finished.wait()
@@ -126,13 +126,19 @@ class _Sending:
             await self.exchange(query, self.begin(query, self.now_s()), number)
             await asyncio.sleep(load.think_time_s)  # even 0 lets the others run, should a target never wait
 
-    async def arrivals(self, load: OpenLoad) -> None:
+    async def arrivals(self) -> None:
         async with asyncio.TaskGroup() as group:
-            while (query := self.take()) is not None:
-                intended_s = query.intended_s if query.intended_s is not None else self.now_s()
-                phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
-                await self.sleep_until(intended_s)
-                group.create_task(self.exchange(query, phase, None))
+            group.create_task(self.arrival(group))
+
+    async def arrival(self, group: asyncio.TaskGroup) -> None:
+        """One query, sent by the task that waited for its time: another task would be late by what runs before it."""
+        if (query := self.take()) is None:
+            return
+        intended_s = query.intended_s if query.intended_s is not None else self.now_s()
+        phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
+        await self.sleep_until(intended_s)
+        group.create_task(self.arrival(group))  # makes its query after this one is sent
+        await self.exchange(query, phase, None)
 
     async def close_at(self, duration_s: float) -> None:
         await self.sleep_until(duration_s)

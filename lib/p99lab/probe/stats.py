@@ -130,30 +130,29 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Lateness:
     """How late the client itself sent (open loads). Void when its P99 exceeds either limit: 5 ms, or 1 % of the
-    median TTFT, whichever is smaller."""
+    median TTFT, whichever is smaller. That P99 is the sample's own, whatever n: below 100 requests, the maximum."""
 
-    n: int
-    p50_s: float | None
-    p99_s: float | None
-    max_s: float | None
+    distribution: Distribution
+    p99_of_sample_s: float | None
     limit_s: float | None
 
     @property
     def exceeded(self) -> bool:
-        return self.p99_s is not None and self.limit_s is not None and self.p99_s > self.limit_s
+        return self.p99_of_sample_s is not None and self.limit_s is not None and self.p99_of_sample_s > self.limit_s
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Lateness:
-        late = np.sort([record.send_s - record.intended_s for record in records if record.intended_s is not None])
+        late = np.array([record.send_s - record.intended_s for record in records if record.intended_s is not None])
+        distribution = Distribution.of(late, "a closed load intends no arrivals")
         if not len(late):
-            return cls(0, None, None, None, None)
+            return cls(distribution, None, None)
         answered = [value for record in records if math.isfinite(value := ttft(record))]
         limit = min(LATENESS_LIMIT_S, LATENESS_SHARE * float(np.median(answered))) if answered else LATENESS_LIMIT_S
-        p50, p99 = (float(late[max(1, math.ceil(len(late) * q)) - 1]) for q in (0.5, 0.99))
-        return cls(len(late), p50, p99, float(late[-1]), limit)
+        return cls(distribution, float(np.sort(late)[math.ceil(0.99 * len(late)) - 1]), limit)
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "exceeded": self.exceeded}
+        rule = {"p99_of_sample": self.p99_of_sample_s, "limit": self.limit_s, "exceeded": self.exceeded}
+        return {**self.distribution.as_dict(), **rule}
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +297,8 @@ def summarise(run: Run, load: Load) -> Summary:
     lateness = Lateness.of(used)
     hits = HitRates.of(used, run, load.cache)
     seconds = max((r.end_s for r in used), default=0.0) - min((r.start_s for r in used), default=0.0)
-    tokens = _tokens_between(run.records, used)
+    answered = _answered_within(run.records, used)
+    num_tokens = sum(record.num_output_tokens for record in answered)
     metrics = {name: Distribution.of(values, _why_empty(name)) for name, values in metric_values(used).items()}
     return Summary(
         metrics=metrics,
@@ -307,8 +307,8 @@ def summarise(run: Run, load: Load) -> Summary:
         hit_rates=hits,
         steady_window=window,
         attribution=attributions(used),
-        requests_per_s=_ended_between(run.records, used) / seconds if seconds > 0 else None,
-        output_tokens_per_s=tokens / seconds if seconds > 0 else None,
+        requests_per_s=len(answered) / seconds if seconds > 0 else None,
+        output_tokens_per_s=num_tokens / seconds if seconds > 0 else None,
         void=tuple(_void(counted, lateness, hits)),
         notes=tuple(_notes(used, load, window, hits, metrics)),
     )
@@ -318,20 +318,12 @@ def _why_empty(metric: str) -> str | None:
     return "the target does not report it" if metric == "queue_time" else None
 
 
-def _within(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> list[RequestRecord]:
+def _answered_within(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> list[RequestRecord]:
     """Answers of any phase that ended while the used ones were under way."""
     if not used:
         return []
     begin, end = min(record.start_s for record in used), max(record.end_s for record in used)
     return [record for record in run if record.outcome is Outcome.OK and begin <= record.end_s <= end]
-
-
-def _ended_between(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> int:
-    return len(_within(run, used))
-
-
-def _tokens_between(run: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> int:
-    return sum(record.num_output_tokens for record in _within(run, used))
 
 
 def _counts(records: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> dict[str, int]:
@@ -345,7 +337,7 @@ def _void(counted: Sequence[RequestRecord], lateness: Lateness, hits: HitRates) 
     if not any(record.outcome is Outcome.OK for record in counted):
         yield "no measured request was answered"
     if lateness.exceeded:
-        yield f"the client was late: P99 {_ms(lateness.p99_s)}, allowed {_ms(lateness.limit_s)}"
+        yield f"the client was late: P99 {_ms(lateness.p99_of_sample_s)}, allowed {_ms(lateness.limit_s)}"
     if hits.verdict == "contaminated" and hits.reason is not None:
         yield hits.reason
 

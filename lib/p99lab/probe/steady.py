@@ -9,6 +9,9 @@ one any difference large. The first half is tested by itself too, because a slow
 The steady window begins with the first block from which neither latency nor concurrency drifts; less than half of the
 run may be dropped. Once something was dropped, the rest must not change by more than 10 % whatever the significance: a
 drift is not to pass because what is left of it is short.
+
+No drift found is no proof of none: the window is called steady only if, its straight line taken out, it is worth 16
+independent stretches, two for each of the least blocks. One long swing looks the same as a calm and a drift.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ from typing import Literal
 
 import numpy as np
 
-from p99lab.probe.intervals import FloatArray, autocorrelation_time
+from p99lab.probe.intervals import FloatArray, autocorrelation_time, effective_size
 
 SIGNIFICANCE = 0.01
 MATERIAL_CHANGE = 0.10
 MIN_REQUESTS = 40
+MIN_STRETCHES = 16
 _MIN_BLOCKS, _MAX_BLOCKS, _LEAST_TESTED = 8, 20, 6
 
 
@@ -76,6 +80,10 @@ def steady_window(start_s: FloatArray, latency_s: FloatArray, concurrency: Float
     for dropped in range(min((len(edges) - 1) // 2, len(edges) - _LEAST_TESTED)):
         first = edges[dropped]
         if not _drifting({name: values[first:] for name, values in series.items()}, dropped > 0):
+            stretches = min(_stretches(values[first:]) for values in series.values())
+            if stretches < MIN_STRETCHES:
+                reason = f"{n - first} requests are worth {stretches} of the {MIN_STRETCHES} independent ones it takes"
+                return SteadyWindow("cannot tell", reason, *whole)
             trends = [trend(values, edges[dropped:]) for values in series.values()]
             return SteadyWindow("steady", None, first, n - 1, float(start_s[first]), whole[3], *trends)
     names = " and ".join(_drifting(series, False)) or "latency"
@@ -95,9 +103,18 @@ def block_edges(values: FloatArray) -> list[int]:
     return [round(n * block / num_blocks) for block in range(num_blocks + 1)]
 
 
+def _stretches(values: FloatArray) -> int:
+    """Independent values that a series is worth beside its straight line; as it is where that says more, because a line
+    taken out of a few whole numbers (a concurrency) leaves them in an order of its own."""
+    return max(effective_size(values), effective_size(_detrended(values)))
+
+
 def _detrended(values: FloatArray) -> FloatArray:
+    """Without its straight line; a constant stays one, free of the line's rounding errors."""
+    if len(values) < 3 or values.min() == values.max():
+        return values
     order = np.arange(len(values))
-    return np.asarray(values - np.polyval(np.polyfit(order, values, 1), order)) if len(values) > 2 else values
+    return np.asarray(values - np.polyval(np.polyfit(order, values, 1), order))
 
 
 def trend(values: FloatArray, edges: list[int]) -> Trend:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -169,7 +169,6 @@ class OpenAITarget:
         base_url: with or without `/v1`.
         model: the endpoint's name for it; its only or first one when None.
         send_token_ids: prompts as ids (completions only), where the workload has them.
-        extra_body: keys added to each request's body.
     """
 
     transport: Literal["in-process", "http"] = "http"
@@ -182,14 +181,12 @@ class OpenAITarget:
         endpoint: Endpoint = "completions",
         api_key_env: str = "OPENAI_API_KEY",
         send_token_ids: bool = True,
-        extra_body: Mapping[str, Any] | None = None,
     ) -> None:
         self.base_url = _v1(base_url)
         self.model = model
         self.endpoint = endpoint
         self._api_key_env = api_key_env
         self._send_token_ids = send_token_ids
-        self._extra_body = dict(extra_body or {})
         self._client: httpx.AsyncClient | None = None
         self._totals: dict[str, int] = {}
 
@@ -277,7 +274,7 @@ class OpenAITarget:
         }
         if query.ignore_eos:
             body["ignore_eos"] = True  # understood by vLLM, SGLang and this project's server
-        return {**body, **self._prompt(query), **self._extra_body}
+        return {**body, **self._prompt(query)}
 
     def _prompt(self, query: Query) -> dict[str, Any]:
         ids, text = query.prompt.token_ids, query.prompt.text

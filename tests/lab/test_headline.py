@@ -49,6 +49,7 @@ def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
         requests_for_p99=48,
         requests_for_p90=12,
         requests_without_cache=4,
+        warmup_requests=4,
         num_blocks=2,
         open_requests=12,
         open_share=0.2,

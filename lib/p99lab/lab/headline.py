@@ -221,6 +221,7 @@ class _Experiment:
     def run(self) -> Headline:
         self._tell(f"priming {len(self._documents)} documents")
         in_a_loop_of_its_own(self._target.prime(self._documents))
+        self._warm_up()
         plan = _plan(self._parameters)
         for place, planned in enumerate(plan):
             share = planned.weight / sum(later.weight for later in plan[place:])
@@ -234,15 +235,21 @@ class _Experiment:
             blocks=tuple(self._blocks),
         )
 
+    def _warm_up(self) -> None:
+        """Questions of their own, not measured: kernels are built when a step of a new size first comes."""
+        others = self._workload.model_copy(update={"seed": self._parameters.seed + 1})
+        num_requests = self._parameters.warmup_requests
+        for name in LONG_ARMS if num_requests else ():
+            self._tell(f"warming up, {name}")
+            self._configure(_arm(name))
+            load = ClosedLoad(num_requests=num_requests, concurrency=self._parameters.concurrency)
+            sent = queries(others, self._documents, load, self._target.tokenize)
+            in_a_loop_of_its_own(drive(self._target, load, sent))
+
     def _block(self, planned: _Planned, limit_s: float) -> None:
         arm, engine = planned.arm, self._engine
         self._tell(f"{planned.load} load, {arm.name}, block {planned.number + 1}, at most {limit_s:.0f} s")
-        engine.quiesce()
-        engine.reconfigure(
-            arm.scheduler(self._parameters), GroupingConfig(enabled=arm.groups), prefix_cache=arm.prefix_cache
-        )
-        if arm.prefix_cache:
-            engine.forget_except([_ids(document.passage.token_ids) for document in self._documents])
+        self._configure(arm)
         load = self._closed_load(planned, limit_s) if planned.load == "closed" else self._open_load(planned, limit_s)
         sent = self._queries(load, planned)
         began_s = time.perf_counter()
@@ -251,6 +258,16 @@ class _Experiment:
         summary, order = summarise(run, load), len(self._blocks)
         self._blocks.append(Block(arm, planned.load, planned.number, order, run, summary, engine.stats()))
 
+    def _configure(self, arm: Arm) -> None:
+        """Schedule as the arm does, over a cache that holds the documents and nothing else."""
+        engine = self._engine
+        engine.quiesce()
+        engine.reconfigure(
+            arm.scheduler(self._parameters), GroupingConfig(enabled=arm.groups), prefix_cache=arm.prefix_cache
+        )
+        if arm.prefix_cache:
+            engine.forget_except([_ids(document.passage.token_ids) for document in self._documents])
+
     def _queries(self, load: Load, planned: _Planned) -> Iterator[Query]:
         """The block's stretch of the queries, which begins alike for every arm; all of it is made beforehand."""
         endless = queries(self._workload, self._documents, load, self._target.tokenize)
@@ -258,7 +275,8 @@ class _Experiment:
         num_sent = planned.num_requests + load.num_warmup_requests(concurrency)
         if planned.arm.prefix_cache:  # the load is kept up until the last measured one is answered
             num_sent += 8 * concurrency
-        start = planned.number * 2 * self._parameters.requests_for_p99
+        longest = math.ceil(self._parameters.requests_for_p99 / self._parameters.num_blocks)
+        start = planned.number * (2 * longest + 16 * concurrency)
         return iter(list(itertools.islice(endless, start, start + num_sent)))
 
     def _closed_load(self, planned: _Planned, limit_s: float) -> ClosedLoad:

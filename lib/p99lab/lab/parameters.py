@@ -56,6 +56,7 @@ class Headline01(StrictModel):
     requests_for_p99: int = Field(ge=1)  # closed, for `stock` and the full set; a P99 needs 368
     requests_for_p90: int = Field(ge=1)  # closed, for the arms between them; a P90 needs 36
     requests_without_cache: int = Field(ge=1)  # closed, for `no cache`
+    warmup_requests: int = Field(ge=0)  # closed, for `stock` and the full set, before anything is measured
     num_blocks: int = Field(ge=1)  # an arm's requests are spread over as many blocks
     open_requests: int = Field(ge=0)  # 0 leaves the open load out
     open_share: float = Field(gt=0, lt=1)  # of what `stock` answers per second under the closed load

@@ -114,7 +114,7 @@ def _numa_nodes() -> list[Path]:
 def _nvml() -> Iterator[Any]:
     """The NVML module while it is initialised, or None where there is no driver."""
     try:
-        import pynvml  # type: ignore[import-untyped]
+        import pynvml
 
         pynvml.nvmlInit()
     except Exception:  # not installed, or any of NVML's errors: there is nothing to ask

@@ -27,7 +27,7 @@ def endpoint(serve: Any) -> Iterator[str]:
         seen: set[str] = set()
 
         async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-            document = body["prompt"].split("\n\nQuestion:")[0]
+            document = body["prompt"].split("\n\nQuestion ")[0]
             num_prompt, num_cached = len(body["prompt"]) // 4, len(document) // 4 if document in seen else 0
             seen.add(document)
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n")

@@ -83,9 +83,15 @@ def test_questions_ask_about_a_name_of_the_document(span: tuple[int, int], token
     for seed in range(20):
         asked = question(document, np.random.default_rng(seed), span, tokenize)
         assert span[0] <= asked.num_tokens <= span[1]
-        assert asked.text.startswith("\n\nQuestion: In this code, what does `")
+        assert re.match(r"\n\nQuestion \d{5}: In this code, what does `", asked.text)
         assert asked.text.endswith("\nAnswer:")
         assert asked.text.split("`")[1] in document.passage.text
+
+
+def test_questions_of_one_document_do_not_begin_alike_though_its_names_are_few() -> None:
+    document = take(1)[0]
+    numbers = [question(document, np.random.default_rng(seed), (48, 80)).text.split()[1] for seed in range(400)]
+    assert len(set(numbers)) > 390
 
 
 def test_a_question_too_short_for_its_frame_is_a_user_error() -> None:

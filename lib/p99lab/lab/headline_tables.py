@@ -190,7 +190,8 @@ def _window_row(block: Block) -> dict[str, Any]:
         "to (s)": window.end_s,
         "requests": window.num_requests,
         "client late, P50 (ms)": _ms(late.distribution.percentiles["p50"].value),
-        "client late, P99 (ms)": _ms(late.p99_of_sample_s),
+        "client late, P99 at least (ms)": _ms(late.p99_at_least_s),
+        "client late, max (ms)": _ms(late.distribution.max_s),
         "allowed (ms)": _ms(late.limit_s),
         "reason": window.reason or "",
     }

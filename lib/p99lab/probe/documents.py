@@ -105,9 +105,14 @@ def synthetic_documents(seed: int, tokens: Span, vocab_size: int) -> Iterator[Do
 
 
 def question(document: Document, rng: np.random.Generator, tokens: Span, tokenize: Tokenize | None = None) -> Passage:
-    """A question about the document, `tokens` long (the length is drawn; without a tokenizer it is estimated)."""
+    """A question about the document, `tokens` long (the length is drawn; without a tokenizer it is estimated).
+
+    It begins with a number of its own: documents have few names, and a question asked before would be found in the
+    cache, so that latency fell as a run went on.
+    """
     subject, *others = rng.permutation(np.array(document.names or ("it",)))
-    sentences = [f"\n\nQuestion: In this code, what does `{subject}` do? Answer briefly."]
+    number = int(rng.integers(10_000, 100_000))
+    sentences = [f"\n\nQuestion {number}: In this code, what does `{subject}` do? Answer briefly."]
     sentences += [f" How does it relate to `{name}`?" for name in others]
     sentences += [" Say only what the code above shows."] * (2 + tokens[1] // 4)
     end = Passage.of(_ANSWER, None if tokenize is None else tokenize(_ANSWER))

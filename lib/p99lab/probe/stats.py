@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from hdrh.histogram import HdrHistogram
 
-from p99lab.probe.intervals import Figure, FloatArray, effective_size, percentile, spread
+from p99lab.probe.intervals import Figure, FloatArray, effective_size, min_n, order_statistics, percentile, spread
 from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.steady import SteadyWindow, steady_window
@@ -130,15 +130,19 @@ class Distribution:
 @dataclass(frozen=True, slots=True)
 class Lateness:
     """How late the client itself sent (open loads). Void when its P99 exceeds either limit: 5 ms, or 1 % of the
-    median TTFT, whichever is smaller. That P99 is the sample's own, whatever n: below 100 requests, the maximum."""
+    median TTFT, whichever is smaller.
+
+    Where n is too small for a P99, the lower bound of its interval stands for it: a single late request among forty
+    does not show that one in a hundred is late, three do.
+    """
 
     distribution: Distribution
-    p99_of_sample_s: float | None
+    p99_at_least_s: float | None
     limit_s: float | None
 
     @property
     def exceeded(self) -> bool:
-        return self.p99_of_sample_s is not None and self.limit_s is not None and self.p99_of_sample_s > self.limit_s
+        return self.p99_at_least_s is not None and self.limit_s is not None and self.p99_at_least_s > self.limit_s
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord]) -> Lateness:
@@ -148,10 +152,12 @@ class Lateness:
             return cls(distribution, None, None)
         answered = [value for record in records if math.isfinite(value := ttft(record))]
         limit = min(LATENESS_LIMIT_S, LATENESS_SHARE * float(np.median(answered))) if answered else LATENESS_LIMIT_S
-        return cls(distribution, float(np.sort(late)[math.ceil(0.99 * len(late)) - 1]), limit)
+        n = len(late)
+        rank = math.ceil(0.99 * n) if n >= min_n(0.99) else order_statistics(n, 0.99)[0]
+        return cls(distribution, float(np.sort(late)[rank - 1]) if rank else None, limit)
 
     def as_dict(self) -> dict[str, Any]:
-        rule = {"p99_of_sample": self.p99_of_sample_s, "limit": self.limit_s, "exceeded": self.exceeded}
+        rule = {"p99_at_least": self.p99_at_least_s, "limit": self.limit_s, "exceeded": self.exceeded}
         return {**self.distribution.as_dict(), **rule}
 
 
@@ -337,7 +343,7 @@ def _void(counted: Sequence[RequestRecord], lateness: Lateness, hits: HitRates) 
     if not any(record.outcome is Outcome.OK for record in counted):
         yield "no measured request was answered"
     if lateness.exceeded:
-        yield f"the client was late: P99 {_ms(lateness.p99_of_sample_s)}, allowed {_ms(lateness.limit_s)}"
+        yield f"the client was late: P99 at least {_ms(lateness.p99_at_least_s)}, allowed {_ms(lateness.limit_s)}"
     if hits.verdict == "contaminated" and hits.reason is not None:
         yield hits.reason
 

@@ -101,7 +101,10 @@ def test_tables_cover_every_cell(measured: Headline) -> None:
     assert set(percentiles["metric"]) >= {"ttft", "itl", "tpot", "e2e", "queue_time"}
     assert set(headline_tables.hit_rates(measured)["checked"]) == {"as declared"}
     assert len(headline_tables.windows(measured)) == len(measured.blocks)
-    assert list(headline_tables.timelines(measured)) == BUILT
+    timelines = headline_tables.timelines(measured)
+    assert list(timelines) == [name for name in BUILT if name != "no cache"]  # a handful of requests shows nothing
+    window = max(measured.cell("stock").blocks, key=lambda block: len(block.used)).summary.steady_window
+    assert timelines["stock"]["steady"].any() == (window.verdict == "steady")
     requests = measured.requests().to_pandas()
     assert len(requests) == sum(len(block.run.records) for block in measured.blocks)
     assert set(requests["arm"]) == set(BUILT)

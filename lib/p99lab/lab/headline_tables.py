@@ -14,6 +14,8 @@ from p99lab.probe import stats
 from p99lab.probe.intervals import Figure, FloatArray, min_n
 from p99lab.probe.stats import Distribution, e2e, measured, metric_values
 
+A_HANDFUL = 5  # requests
+
 
 def summary(headline: Headline) -> pd.DataFrame:
     """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter; noted for open loads,
@@ -64,13 +66,18 @@ def p99_intervals(headline: Headline, load: LoadKind = "closed") -> dict[str, tu
 
 
 def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.DataFrame]:
-    """Per arm its longest block's measured requests: `start_s`, `latency_s`, `steady` (in the window or not)."""
+    """Per arm its longest block's measured requests: `start_s`, `latency_s`, `steady` (in a window found steady).
+
+    Arms of a handful of requests are left out: they show nothing over time.
+    """
     frames = {}
     for cell in headline.cells(load):
         block = max(cell.blocks, key=lambda block: len(block.used))
-        used = {record.index for record in block.used}
-        rows = [(r.start_s, e2e(r), r.index in used) for r in measured(block.run.records)]
-        frames[_name(cell)] = pd.DataFrame(rows, columns=["start_s", "latency_s", "steady"])
+        is_steady = block.summary.steady_window.verdict == "steady"
+        steady = {record.index for record in block.used} if is_steady else set()
+        rows = [(r.start_s, e2e(r), r.index in steady) for r in measured(block.run.records)]
+        if len(rows) > A_HANDFUL:
+            frames[_name(cell)] = pd.DataFrame(rows, columns=["start_s", "latency_s", "steady"])
     return frames
 
 

@@ -100,6 +100,8 @@ def claims_command(
     from p99lab import project
     from p99lab.lab.ledger import as_records, ledger, table
 
+    if outputs is not None and not outputs.is_dir():
+        raise BadParameterError(f"{outputs} is no directory of runs")
     rows = ledger(outputs or project.outputs_dir())
     if as_json:
         out.print_json(data=as_records(rows))

@@ -123,8 +123,8 @@ def test_too_few_requests_give_no_verdict_on_a_tail(measured: Headline) -> None:
     assert "p99_ratio" not in figures
     assert "share_allocation" not in figures  # too few requests: not something that this machine cannot show
     verdicts = headline_figures.verdicts(measured, figures.values()).set_index("claim")["verdict"]
-    assert verdicts["c1.p99_ratio"] == "none"
-    assert verdicts["c1.bottleneck"] == "none"
+    assert verdicts["c1.p99_ratio"] == "no verdict"
+    assert verdicts["c1.bottleneck"] == "no verdict"
     assert verdicts["c1.warm_lengths"] == "not testable here"
 
 
@@ -194,7 +194,7 @@ def test_a_tail_three_times_shorter_shows_the_direction_and_lists_what_differs(m
 def test_no_difference_shows_no_direction(measured: Headline) -> None:
     made_up = _made_up(measured, 1.0, 1.0)
     verdicts = headline_figures.verdicts(made_up, headline_figures.figures(made_up)).set_index("claim")["verdict"]
-    assert verdicts["c1.p99_ratio"] == "none"
+    assert verdicts["c1.p99_ratio"] == "no verdict"
 
 
 def _with_records(block: Block, records: tuple[RequestRecord, ...]) -> Block:
@@ -238,7 +238,7 @@ def test_a_contaminated_arm_gives_no_verdict_and_is_marked(measured: Headline, a
     assert not names & {"p99_ratio", "std_ratio", f"p99_e2e_{which}", f"std_e2e_{which}"}
     assert ("share_allocation" in names) == (arm != "stock")
     verdicts = headline_figures.verdicts(void, figures).set_index("claim")
-    assert verdicts.loc["c1.p99_ratio", "verdict"] == "none"
+    assert verdicts.loc["c1.p99_ratio", "verdict"] == "no verdict"
     assert f"{arm} is void: declared primed" in verdicts.loc["c1.p99_ratio", "why"]
     assert f"{arm} (void)" in set(headline_tables.ablation(void)["arm"])
     assert f"{arm} (void)" in headline_tables.latencies(void)

@@ -11,7 +11,7 @@ import pandas as pd
 
 from p99lab.lab.claims import Claim, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import Conditions, Figure
-from p99lab.lab.headline import BASELINE, FULL, NOTEBOOK, Cell, Headline
+from p99lab.lab.headline import ARMS, BASELINE, FULL, NOTEBOOK, Cell, Headline
 from p99lab.observe.hardware import fingerprint
 from p99lab.probe import intervals
 from p99lab.probe.stats import attribution, e2e
@@ -23,7 +23,8 @@ def verdicts(headline: Headline, figures: Iterable[Figure]) -> pd.DataFrame:
     machine = machine_conditions(fingerprint())
     claims = [claim for claim in load_claims() if claim.notebook == NOTEBOOK]
     void = [f"{cell.arm.name} is void: {reason}" for cell in _judged(headline) for reason in dict.fromkeys(cell.void)]
-    return pd.DataFrame([_verdict_row(claim, by_metric, machine, void) for claim in claims])
+    rows = [_verdict_row(claim, by_metric, machine, void) for claim in claims]
+    return pd.DataFrame(rows).astype({"n": "Int64"})
 
 
 def figures(headline: Headline) -> list[Figure]:
@@ -51,6 +52,7 @@ def _conditions(headline: Headline) -> dict[str, Any]:
         "nodes": 1,
         "context": max(headline.document_tokens) + parameters.question_tokens_max + parameters.answer_tokens_max,
         "concurrency": parameters.concurrency,
+        "measures": [arm.name.removeprefix("+") for arm in ARMS if arm.built and arm.prefix_cache],
     }
 
 
@@ -63,10 +65,11 @@ def _verdict_row(
         "says": claim.says,
         "stated": "" if claim.stated is None else f"{claim.stated:g} {claim.unit}",
         "measured": None if figure is None else figure.value,
+        "unit": None if figure is None else figure.unit,
         "low": None if figure is None else figure.ci_low,
         "high": None if figure is None else figure.ci_high,
         "n": None if figure is None else figure.n,
-        "verdict": "none" if name is None else name.value,
+        "verdict": "no verdict" if name is None else name.value,
         "why": why if figure is not None else "; ".join((why, *void)),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import pandas as pd
@@ -28,6 +29,18 @@ def percentiles(headline: Headline) -> pd.DataFrame:
     """One row per arm, load and metric, seconds: every percentile with its interval, as numbers."""
     cells = (*headline.cells("closed"), *headline.cells("open"))
     return pd.DataFrame([_percentile_row(cell, name, m) for cell in cells for name, m in cell.metrics.items() if m.n])
+
+
+def ratios(headline: Headline) -> pd.DataFrame:
+    """How many times shorter each arm's latency is than that of the arm before, under the closed load.
+
+    The bounds pair the worst of both intervals, so they are wide; `shown` is whether they leave 1 out.
+    """
+    cells = headline.cells("closed")
+    rows = [
+        _ratio_row(before, after, name) for before, after in pairwise(cells) for name in ("p50", "p90", "p99", "std")
+    ]
+    return pd.DataFrame([row for row in rows if row])
 
 
 def ablation(headline: Headline) -> pd.DataFrame:
@@ -99,6 +112,28 @@ def _summary_row(cell: Cell, slo_s: float) -> dict[str, Any]:
         "jitter (s)": latency.std.value,
         "note": "; ".join(_remarks(cell, latency, slo_s)),
     }
+
+
+def _ratio_row(before: Cell, after: Cell, name: str) -> dict[str, Any]:
+    old, new = (_figure_of(cell.metrics["e2e"], name) for cell in (before, after))
+    if not old.value or not new.value:
+        return {}
+    low = old.low / new.high if old.low is not None and new.high else None
+    high = old.high / new.low if old.high is not None and new.low else None
+    known = low is not None and high is not None
+    return {
+        "arm": _name(after),
+        "against": _name(before),
+        "E2E": name.replace("p", "P"),
+        "times shorter": old.value / new.value,
+        "low": low,
+        "high": high,
+        "shown": "no interval" if not known else "yes" if (low or 0) > 1 or (high or 0) < 1 else "no",
+    }
+
+
+def _figure_of(latency: Distribution, name: str) -> Figure:
+    return latency.std if name == "std" else latency.percentiles[name]
 
 
 def _bounds(figure: Figure) -> str:

@@ -158,7 +158,7 @@ def table(rows: Iterable[Row]) -> Table:
 
 def _cells(row: Row) -> tuple[str, ...]:
     stated = "" if row.stated is None else f"{row.stated:g} {row.unit}"
-    measured = "" if row.measured is None else f"{row.measured:.3g}"
+    measured = "" if row.measured is None else f"{row.measured:.3g} {row.unit or ''}".rstrip()
     if row.ci95 is not None and row.ci95[0] != row.ci95[1]:
         measured += f"\n[{row.ci95[0]:.3g}, {row.ci95[1]:.3g}]"
     return stated, measured, row.state, row.run or ""

@@ -103,6 +103,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 (
                     "metrics/requests.parquet",
                     "metrics/summary.parquet",
+                    "metrics/ratios.parquet",
                     "metrics/percentiles.parquet",
                     "metrics/attribution.parquet",
                     "metrics/hit_rates.parquet",

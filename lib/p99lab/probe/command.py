@@ -104,6 +104,12 @@ class ProbeResult:
     run: Run
     summary: Summary
 
+    @property
+    def prompt_tokens(self) -> dict[str, int | None]:
+        """Shortest and longest prompt sent, as the target counts tokens, or as estimated where it does not."""
+        lengths = [record.num_prompt_tokens for record in self.run.records]
+        return {"min": min(lengths, default=None), "max": max(lengths, default=None)}
+
     def as_dict(self) -> dict[str, Any]:
         """The JSON of `--output-format json`."""
         return {
@@ -111,6 +117,7 @@ class ProbeResult:
             "options": self.options.model_dump(mode="json"),
             "workload_digest": self.workload_digest,
             "began_unix_s": self.began_unix_s,
+            "prompt_tokens": self.prompt_tokens,
             **self.summary.as_dict(),
         }
 
@@ -244,11 +251,16 @@ def remarks(result: ProbeResult) -> list[str]:
     return [
         f"target: {result.target}, {result.transport}",
         f"requests: {counts}",
+        f"prompts: {_shortest_and_longest(result)} tokens as the target counts them",
         f"cache: declared {hits.declared}, {hits.verdict}, hits {share}",
         f"window: {window.verdict}, {window.start_s:.1f}–{window.end_s:.1f} s, {window.num_requests} requests",
         *(f"note: {note}" for note in summary.notes),
         *(f"VOID: {reason}" for reason in summary.void),
     ]
+
+
+def _shortest_and_longest(result: ProbeResult) -> str:
+    return "–".join(str(bound) for bound in dict.fromkeys(result.prompt_tokens.values()))
 
 
 @asynccontextmanager

@@ -88,10 +88,11 @@ def _run(bench: CpuBench) -> list[BenchRow]:
     prefill_floor = _prefill_flops(geometry, bench.context_len) / flop_rate
     decode_floor = _weight_bytes(geometry) / byte_rate
     return [
-        _seconds_row(f"prefill of {bench.context_len} tokens", prefill, prefill_floor),
-        _seconds_row(f"decode step, 1 request at {bench.context_len}", decode, decode_floor),
-        _rate_row(
+        _row(f"prefill of {bench.context_len} tokens", "s", prefill, prefill_floor),
+        _row(f"decode step, 1 request at {bench.context_len}", "s", decode, decode_floor),
+        _row(
             f"{bench.num_questions} questions over {bench.num_documents} shared documents",
+            "tokens/s",
             shared,
             _shared_floor(bench, geometry, flop_rate, byte_rate),
         ),
@@ -248,29 +249,17 @@ def _byte_rate() -> float:
     return memory.nbytes / min(_timed(memory.sum) for _ in range(5))
 
 
-def _seconds_row(name: str, pairs: list[tuple[float, float]], floor: float) -> BenchRow:
+def _row(name: str, unit: str, pairs: list[tuple[float, float]], floor: float) -> BenchRow:
+    """Medians of both sides. Seconds are better when fewer, rates when more."""
     ours, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
+    more_is_better = unit != "s"
     return BenchRow(
         name=name,
         value=ours,
-        unit="s",
+        unit=unit,
         floor=floor,
-        ratio_to_floor=ours / floor,
+        ratio_to_floor=floor / ours if more_is_better else ours / floor,
         peer="transformers",
         peer_value=peer,
-        ratio_to_peer=peer / ours,
-    )
-
-
-def _rate_row(name: str, pairs: list[tuple[float, float]], floor: float) -> BenchRow:
-    ours, peer = (statistics.median(side) for side in zip(*pairs, strict=True))
-    return BenchRow(
-        name=name,
-        value=ours,
-        unit="tokens/s",
-        floor=floor,
-        ratio_to_floor=floor / ours,
-        peer="transformers",
-        peer_value=peer,
-        ratio_to_peer=ours / peer,
+        ratio_to_peer=ours / peer if more_is_better else peer / ours,
     )

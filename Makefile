@@ -4,6 +4,7 @@
 #   make lab          JupyterLab on notebooks/
 #   make test         everything that proves the checkout right
 #   make test-light   the base install and the control plane alone; PYTHON=python3.12 and 3.13 are supported too
+#   make proof       what is too long for the tests: peers, coverage, fifty faults, a thousand runs; published
 #   make clean        environments and caches; outputs/ stays
 #
 #   TORCH_INDEX=URL   take torch from that index, e.g. one that has CPU wheels
@@ -12,6 +13,7 @@ PYTHON ?= python3
 TIER ?= laptop
 MODEL ?= smollm2-135m
 LAB_ARGS ?=
+PARTS ?=
 
 export OMP_WAIT_POLICY := PASSIVE
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -30,7 +32,7 @@ PINS := pyproject.toml constraints.txt
 INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 NEW_STAMP = find $(ENV) -maxdepth 1 -name '.p99lab-*' ! -name '.p99lab-$(CHECKOUT)-*' -exec rm -f {} + && touch
 
-.PHONY: help run lab test test-light clean
+.PHONY: help run lab test test-light proof clean
 help:
 	@sed -n '/^#   /s/^#   //p' Makefile
 
@@ -50,9 +52,13 @@ test: $(STAMP)-test
 	$(BIN)/nbstripout --verify --keep-id notebooks/*.ipynb
 	$(BIN)/python -m pytest -m "not gpu"
 
+proof: $(STAMP)-test
+	$(BIN)/p99lab models fetch $(MODEL)
+	$(BIN)/p99lab proof $(PARTS)
+
 $(STAMP)-run: $(PINS) | $(BIN)/pip
 	$(TORCH)
-	$(INSTALL) --editable '.[engine,lab]'
+	$(INSTALL) --editable '.[engine,lab,serve]'
 	@$(NEW_STAMP) $@
 
 $(STAMP)-test: $(PINS) | $(BIN)/pip

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import typer
 
-from p99lab.cli import guarded, needs_extra
+from p99lab.cli import guarded
+from p99lab.commands.console import needs_extra
 from p99lab.errors import ModelError, P99labError
 
 pytestmark = pytest.mark.light

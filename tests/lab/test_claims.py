@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from p99lab.errors import BadParameterError
-from p99lab.lab.claims import Claim, Name, Side, differences, load_claims, verdict
+from p99lab.lab.claims import Claim, Name, Side, differences, load_claims, rule_digest, verdict
 from p99lab.lab.figures import Figure, read_figures, write_figures
-from p99lab.lab.ledger import Row, ledger, table
+from p99lab.lab.ledger import Row, completed, ledger, table
 from p99lab.lab.run_folder import RunFolder
 
 pytestmark = pytest.mark.light
@@ -372,6 +372,37 @@ def test_an_unfinished_folder_is_passed_over(tmp_path: Path) -> None:
     assert [row.state for row in rows_of(tmp_path)] == ["not tested"]
 
 
+def test_a_published_copy_counts_only_where_the_run_is_not(tmp_path: Path) -> None:
+    make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0))
+    make_run(tmp_path / "published", "1", latency(3.0), speedup(1.5, 2.0))
+    make_run(tmp_path / "published", "2", latency(4.0), speedup(1.5, 2.0), hardware="node")
+    laptop, node = rows_of(tmp_path)
+    assert laptop.evidence is not None
+    assert laptop.evidence.startswith(f"{tmp_path.name}/09_example/1/")
+    assert node.evidence is not None
+    assert node.evidence.startswith(f"{tmp_path.name}/published/09_example/2/")
+    assert len(completed(tmp_path)) == 2
+
+
+def test_a_run_by_other_code_or_an_older_rule_is_stale_and_still_judged(tmp_path: Path) -> None:
+    known = claim(test=FASTER)
+    make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0), rules={known.id: rule_digest(known)})
+    (row,) = rows_of(tmp_path)
+    assert (row.verdict, row.is_stale) == ("direction only", True)
+    assert "the run did not record its code" in row.stale
+    assert not any("rule" in clause for clause in row.stale)
+    changed = claim(test=rule(kind="value", effect={"metric": "speedup", "above": 5}))
+    (row,) = ledger(tmp_path, [changed])
+    assert row.verdict is None
+    assert "the rule has changed" in row.stale
+
+
+def test_the_table_leaves_untested_claims_out_unless_asked(tmp_path: Path) -> None:
+    rows = ledger(tmp_path)
+    assert table(rows, every=False).row_count == 0
+    assert table(rows).row_count == len(rows)
+
+
 def test_the_table_fits_80_columns(tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -400,7 +431,8 @@ def test_command_line(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "1", ratio, notebook="01_headline_p99")
     rows = rows_printed()
     expected = {
-        *("id", "chapter", "says", "stated", "unit", "verdict", "measured", "ci95", "n", "hardware", "run", "evidence")
+        *("id", "chapter", "says", "stated", "unit", "inconsistent", "verdict", "measured", "ci95", "n", "hardware"),
+        *("run", "evidence", "why", "stale"),
     }
     assert all(set(row) == expected for row in rows.values())
     assert rows["c1.p99_ratio"]["verdict"] == "direction only"

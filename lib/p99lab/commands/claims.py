@@ -12,6 +12,7 @@ from p99lab.errors import BadParameterError
 
 
 def claims(
+    every: Annotated[bool, typer.Option("--all", help="Also the claims that no run speaks to yet.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Every row as JSON.")] = False,
     outputs: Annotated[Path | None, typer.Option(help="Where the runs are (default: outputs/).")] = None,
 ) -> None:
@@ -25,4 +26,4 @@ def claims(
     if as_json:
         out.print_json(data=as_records(rows))
     else:
-        out.print(table(rows), soft_wrap=False)
+        out.print(table(rows, every), soft_wrap=False)

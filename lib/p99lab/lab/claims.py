@@ -6,6 +6,8 @@ become a verdict; notebooks and `ledger` call it. Works on the base install.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from enum import StrEnum
@@ -162,6 +164,13 @@ def _row(common: dict[str, Any], name: str, figure: StatedFigure) -> Claim:
     conditions = {**common.get("conditions", {}), **figure.conditions}
     row = {"id": f"{common.get('id')}/{name}", "stated": figure.stated, "unit": figure.unit, "conditions": conditions}
     return Claim.parse({**common, **row, "test": test})
+
+
+def rule_digest(claim: Claim) -> str:
+    """What a claim's verdict is computed from, besides figures: its statement, conditions and test, the tolerances."""
+    stated = claim.model_dump(mode="json", include={"stated", "unit", "conditions", "notebook", "test"})
+    tolerances = [WITHIN, WITHIN_POINTS, HALF_WIDTH, SAME_CONDITION]
+    return hashlib.blake2b(json.dumps([stated, tolerances], sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 class Name(StrEnum):

@@ -94,6 +94,15 @@ def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.Dat
     return frames
 
 
+def ratio(before: Figure, after: Figure) -> tuple[float, float | None, float | None] | None:
+    """How many times shorter `after` is, and its bounds by the worst pairing of both intervals; None without values."""
+    if not before.value or not after.value:
+        return None
+    low = before.low / after.high if before.low is not None and after.high else None
+    high = before.high / after.low if before.high is not None and after.low else None
+    return before.value / after.value, low, high
+
+
 def _name(cell: Cell) -> str:
     """The arm's, as figures show it."""
     return f"{cell.arm.name} (void)" if cell.void else cell.arm.name
@@ -115,17 +124,16 @@ def _summary_row(cell: Cell, slo_s: float) -> dict[str, Any]:
 
 
 def _ratio_row(before: Cell, after: Cell, name: str) -> dict[str, Any]:
-    old, new = (_figure_of(cell.metrics["e2e"], name) for cell in (before, after))
-    if not old.value or not new.value:
+    quotient = ratio(*(_figure_of(cell.metrics["e2e"], name) for cell in (before, after)))
+    if quotient is None:
         return {}
-    low = old.low / new.high if old.low is not None and new.high else None
-    high = old.high / new.low if old.high is not None and new.low else None
+    times, low, high = quotient
     known = low is not None and high is not None
     return {
         "arm": _name(after),
         "against": _name(before),
         "E2E": name.replace("p", "P"),
-        "times shorter": old.value / new.value,
+        "times shorter": times,
         "low": low,
         "high": high,
         "shown": "no interval" if not known else "yes" if (low or 0) > 1 or (high or 0) < 1 else "no",

@@ -17,20 +17,26 @@ from p99lab.errors import P99labError
 from p99lab.lab.claims import Claim, answer, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import FIGURES, Figure, read_figures
 from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.staleness import Present, changes, rule_changed
 
 WITHDRAWN = " · withdrawn: "
+ELSEWHERE = "hardware: "  # how a change of machine begins: no reason to run again here
 SHORT = 56  # characters of a statement that the table shows
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A claim on one kind of hardware; hardware, run and measurement are None where no run speaks to it."""
+    """A claim on one kind of hardware; hardware, run and measurement are None where no run speaks to it.
+
+    `stale`: what is no longer as it was when the run was made, a clause each; the verdict is by today's rule.
+    """
 
     id: str
     chapter: str
     says: str
     stated: float | None
     unit: str | None
+    inconsistent: str | None = None  # what the article itself says against the claim
     verdict: str | None = None
     measured: float | None = None
     ci95: tuple[float, float] | None = None
@@ -38,6 +44,8 @@ class Row:
     hardware: str | None = None
     run: str | None = None
     evidence: str | None = None  # the figures' file, `#` the metric, ` · ` why
+    why: str | None = None  # what decided; then, after semicolons, each condition that is not as stated
+    stale: tuple[str, ...] = ()
 
     @property
     def state(self) -> str:
@@ -45,6 +53,11 @@ class Row:
         if self.evidence is None:
             return "not tested"
         return self.verdict or ("withdrawn" if WITHDRAWN in self.evidence else "no verdict")
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the run would be another one if it were made again on its own machine."""
+        return any(not clause.startswith(ELSEWHERE) for clause in self.stale)
 
 
 @dataclass(frozen=True)
@@ -87,25 +100,30 @@ def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
     """One row per claim and hardware: the latest completed run that speaks to the claim decides.
 
     Smoke runs do not count (they show that a notebook works), nor runs that ended otherwise than completed. Where files
-    of the deciding run were changed after its end, the verdict is withdrawn.
+    of the deciding run were changed after its end, the verdict is withdrawn; where the code, the parameters, the
+    machine or the claim's rule is another by now, the row says so.
     """
-    runs = sorted(_completed(outputs), key=lambda run: str(run.record.get("started", "")), reverse=True)
+    runs, present = completed(outputs), Present()
     rows: list[Row] = []
     for claim in load_claims() if claims is None else claims:
         latest: dict[str, Run] = {}
         for run in runs:
             if run.hardware not in latest and run.speaks_to(claim):
                 latest[run.hardware] = run
-        rows.extend(_entry(claim, latest[hardware], outputs) for hardware in sorted(latest))
+        rows.extend(_entry(claim, latest[hardware], outputs, present) for hardware in sorted(latest))
         if not latest:
-            rows.append(Row(claim.id, claim.chapter, claim.says, claim.stated, claim.unit))
+            rows.append(_row(claim))
     return rows
 
 
-def _completed(outputs: Path) -> list[Run]:
-    paths = [*outputs.glob("*/*/run.json"), *outputs.glob("published/*/*/run.json")]
-    runs = [Run(RunFolder(path.parent), _read_json(path)) for path in sorted(paths)]
-    return [run for run in runs if run.record.get("status") == "completed" and run.record.get("tier") != "smoke"]
+def completed(outputs: Path) -> list[Run]:
+    """The runs that count, latest first; a published copy only where the run itself is not here."""
+    by_id: dict[str, Run] = {}
+    for path in (*outputs.glob("*/*/run.json"), *outputs.glob("published/*/*/run.json")):
+        run = Run(RunFolder(path.parent), _read_json(path))
+        if run.record.get("status") == "completed" and run.record.get("tier") != "smoke":
+            by_id.setdefault(path.parent.name, run)
+    return sorted(by_id.values(), key=lambda run: str(run.record.get("started", "")), reverse=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -116,23 +134,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _entry(claim: Claim, run: Run, outputs: Path) -> Row:
-    row = Row(
-        claim.id, claim.chapter, claim.says, claim.stated, claim.unit, hardware=run.hardware, run=run.folder.run_id
-    )
+def _row(claim: Claim) -> Row:
+    return Row(claim.id, claim.chapter, claim.says, claim.stated, claim.unit, claim.inconsistent)
+
+
+def _entry(claim: Claim, run: Run, outputs: Path, present: Present) -> Row:
+    row = dataclasses.replace(_row(claim), hardware=run.hardware, run=run.folder.run_id)
     source = f"{outputs.name}/{run.folder.path.relative_to(outputs).as_posix()}/{FIGURES}#{claim.test.metric}"
     if run.problem is not None:
         return dataclasses.replace(row, evidence=f"{source}{WITHDRAWN}{run.problem}")
     name, why, figure = verdict(claim, run.figures, run.conditions)
     assert figure is not None
     revision = str(run.record.get("revision") or "unknown")[:12] + (" with changes" if run.record.get("dirty") else "")
+    since = [rule_changed(claim, run.record), *changes(run.folder.path, run.record, present)]
     return dataclasses.replace(
         row,
         verdict=name and name.value,
         measured=figure.value,
         ci95=figure.ci95,
         n=figure.n,
+        unit=figure.unit or claim.unit,
         evidence=f"{source} · {why} · code {revision}",
+        why=why,
+        stale=tuple(clause for clause in since if clause),
     )
 
 
@@ -141,8 +165,8 @@ def as_records(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 
-def table(rows: Iterable[Row]) -> Table:
-    """The ledger for a terminal of 80 columns or more; claims that no run speaks to are dim."""
+def table(rows: Iterable[Row], every: bool = True) -> Table:
+    """The ledger for a terminal of 80 columns or more; claims that no run speaks to are dim, or left out."""
     rows = list(rows)
     shown = Table(caption=_legend(rows), caption_justify="left", pad_edge=False, box=None)
     shown.add_column("claim", ratio=1, overflow="fold")
@@ -150,6 +174,8 @@ def table(rows: Iterable[Row]) -> Table:
         shown.add_column(name, max_width=width, overflow="fold")
     said = ""
     for row in rows:
+        if row.evidence is None and not every:
+            continue
         claim = f"{row.id}\n{_short(row.says)}" if row.says != said else row.id
         shown.add_row(claim, *_cells(row), style=None if row.evidence else "dim")
         said = row.says
@@ -161,7 +187,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     measured = "" if row.measured is None else f"{row.measured:.3g} {row.unit or ''}".rstrip()
     if row.ci95 is not None and row.ci95[0] != row.ci95[1]:
         measured += f"\n[{row.ci95[0]:.3g}, {row.ci95[1]:.3g}]"
-    return stated, measured, row.state, row.run or ""
+    return stated, measured, f"{row.state}\n(stale)" if row.is_stale else row.state, row.run or ""
 
 
 def _short(says: str) -> str:
@@ -173,9 +199,11 @@ def _legend(rows: Iterable[Row]) -> str:
     rows = list(rows)
     counts = Counter(row.state for row in rows)
     runs = {row.run: row.hardware for row in rows if row.run}
+    stale = {row.run: "; ".join(row.stale) for row in rows if row.run and row.is_stale}
     return "\n".join(
         (
             " · ".join(f"{count} {state}" for state, count in counts.most_common()),
             *(f"{run}  {hardware}" for run, hardware in runs.items()),
+            *(f"stale, {run}: {why}" for run, why in stale.items()),
         )
     )

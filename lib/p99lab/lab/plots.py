@@ -149,6 +149,23 @@ def roofline(bandwidth_gb_s: float, rates_gflop_s: Mapping[str, float], intensit
     return figure
 
 
+def verdicts(counts: pd.DataFrame, pale: str = "not tested") -> Figure:
+    """Rows of the ledger: chapters down (the index), states across (the columns), stacked; `pale` is no verdict."""
+    with _axes(height=1.4 + 0.4 * len(counts)) as (figure, axes):
+        left = np.zeros(len(counts))
+        for number, state in enumerate(counts.columns):
+            width = counts[state].to_numpy(float)
+            colour = {"color": "0.93"} if state == pale else {"color": _colour(number), "hatch": _hatch(number)}
+            axes.barh(np.arange(len(counts)), width, left=left, label=state, edgecolor="white", height=0.7, **colour)
+            left += width
+        axes.set_yticks(np.arange(len(counts)), [f"chapter {name}" for name in counts.index])
+        axes.set_ylim(len(counts) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("rows of the ledger")
+        _legend_above(figure, axes)
+    return figure
+
+
 @contextmanager
 def _panels(number: int, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
     with mpl.rc_context(_style()):
@@ -195,6 +212,10 @@ def _scale_latency(axes: Axes, values: ArrayLike, label: str) -> None:
 
 def _colour(number: int) -> str:
     return PALETTE[number % len(PALETTE)]
+
+
+def _hatch(number: int) -> str:
+    return HATCHES[number % len(HATCHES)]
 
 
 def _line(number: int) -> dict[str, Any]:

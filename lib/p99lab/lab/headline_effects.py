@@ -1,0 +1,77 @@
+"""What notebook 01 says of each measure, for the decision page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Any
+
+from p99lab.lab.effects import Effect
+from p99lab.lab.headline import ARMS, BASELINE, Arm, Cell, Headline, LoadKind
+from p99lab.lab.headline_tables import ratio
+
+PERCENTILES = ("p50", "p99")
+
+
+def measure(arm: Arm) -> str:
+    """What an arm adds, in its own name; `stock` adds the prefix cache."""
+    return "prefix cache" if arm.name == BASELINE else arm.name.removeprefix("+")
+
+
+def measures() -> list[str]:
+    """Every measure of the article's and ours, tried here or not."""
+    return [measure(arm) for arm in ARMS[1:]]
+
+
+def effects(headline: Headline) -> list[Effect]:
+    """Each arm against the one before it, per load, for E2E P50 and P99 as far as n allows; none of a void arm."""
+    loads: tuple[LoadKind, ...] = ("closed", "open")
+    pairs = [(headline, load, *pair) for load in loads for pair in pairwise(headline.cells(load))]
+    return [effect for pair in pairs for effect in _of_pair(*pair)]
+
+
+def _of_pair(headline: Headline, load: LoadKind, before: Cell, after: Cell) -> Iterator[Effect]:
+    if before.void or after.void:
+        return
+    for name in PERCENTILES:
+        figures = [cell.metrics["e2e"].percentiles[name] for cell in (before, after)]
+        if (quotient := ratio(*figures)) is None:
+            continue
+        yield Effect(
+            measure=" + ".join(_between(before.arm, after.arm)),
+            against=measure(before.arm) if before.arm.prefix_cache else before.arm.name,
+            load=_load(headline, load),
+            metric=f"E2E {name.upper()}",
+            ratio=quotient[0],
+            ci_low=quotient[1],
+            ci_high=quotient[2],
+            n=min(figure.n for figure in figures),
+            conditions=_conditions(headline, (before, after)),
+        )
+
+
+def _between(before: Arm, after: Arm) -> list[str]:
+    """The measures that `after` has and `before` has not."""
+    return [measure(arm) for arm in ARMS[ARMS.index(before) + 1 : ARMS.index(after) + 1] if arm.built]
+
+
+def _load(headline: Headline, load: LoadKind) -> str:
+    if load == "closed":
+        return f"closed, {headline.parameters.concurrency} clients"
+    return f"open, Poisson, {headline.parameters.open_share:.0%} of what stock answers"
+
+
+def _conditions(headline: Headline, cells: Iterable[Cell]) -> dict[str, Any]:
+    parameters, lengths = headline.parameters, headline.document_tokens
+    reuse = min(len(cell.used) for cell in cells) // len(lengths)
+    return {
+        "model": parameters.model,
+        "documents": len(lengths),
+        "document tokens": _span(min(lengths), max(lengths)),
+        "questions a document": reuse,
+        "answer tokens": _span(parameters.answer_tokens_min, parameters.answer_tokens_max),
+    }
+
+
+def _span(least: int, most: int) -> str:
+    return str(least) if least == most else f"{least}–{most}"

@@ -22,17 +22,29 @@ CONTROL_PLANE = {
     "caches",
     *(f"engine.{name}" for name in ("request", "config", "policy", "grouping", "scheduler", "plan")),
 }
+BASE_LAB = [
+    *("parameters", "run_folder", "figures", "claims", "ledger", "sources", "staleness", "effects", "decisions"),
+    *("runs", "inspection", "compare", "index", "publish", "doctor", "units", "resume", "secrets"),
+]
 BASE_INSTALL = (
     "cli",
     "commands",
     "probe",
-    "lab.parameters",
-    "lab.run_folder",
-    "lab.figures",
-    "lab.claims",
-    "lab.ledger",
+    *(f"serving.{name}" for name in ("process", "options", "child")),
+    *(f"lab.{name}" for name in BASE_LAB),
 )
-HEAVY = ("torch", "transformers", "pandas", "matplotlib", "seaborn", "duckdb", "papermill", "nbformat")
+HEAVY = (
+    "torch",
+    "transformers",
+    "pandas",
+    "matplotlib",
+    "seaborn",
+    "duckdb",
+    "papermill",
+    "nbformat",
+    "fastapi",
+    "uvicorn",
+)
 
 
 def modules() -> dict[str, Path]:

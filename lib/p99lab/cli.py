@@ -2,27 +2,55 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning OpenMP threads starve busy cores
 
 import sys
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from p99lab.commands import bench, claims, models, probe, proof, run
+from p99lab.commands import bench, claims, doctor, merge, models, probe, proof, publish, run, runs, serve
 from p99lab.errors import BadParameterError, P99labError, did_you_mean
 
 _UsageError: Any = typer.BadParameter.__base__  # click's, or typer's own copy of it, as the release has it
 
 app = typer.Typer(name="p99lab", no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"p99lab {importlib.metadata.version('p99lab')}\n")
+        raise typer.Exit()
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """A lab for the tail latency of long-context LLM requests: measured, attributed, held against published claims."""
+
+
 app.command()(run.run)
 app.command()(probe.probe)
+app.command()(merge.merge)
+app.command()(serve.serve)
 app.command()(claims.claims)
+app.command()(publish.publish)
+app.command()(doctor.doctor)
 app.command()(bench.bench)
 app.command()(proof.proof)
+
+runs_app = typer.Typer(invoke_without_command=True, callback=runs.overview)
+runs_app.command("list")(runs.list_runs)
+for command in (runs.show, runs.compare, runs.sql, runs.index):
+    runs_app.command()(command)
+app.add_typer(runs_app, name="runs")
 
 models_app = typer.Typer(no_args_is_help=True, help="Models on this machine.")
 models_app.command()(models.fetch)

@@ -32,6 +32,10 @@ class EngineFailedError(P99labError):
     """An engine was used after one of its steps had failed. What it holds cannot be trusted: make a new one."""
 
 
+class QueueFullError(P99labError):
+    """As many requests wait as may wait. Nothing has changed: the same request may be sent again later."""
+
+
 class AccountingError(RuntimeError):
     """An invariant of pages, tree or scheduler is broken. Never caught, never repaired."""
 

@@ -221,11 +221,14 @@ class Tree(RuleBasedStateMachine):
         self.holders: list[Holder] = []
         self.known: dict[int, tuple[int, ...]] = {}  # page of the tree → all tokens up to its last valid one
 
-    @rule(tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple))
-    def grant(self, tokens: tuple[int, ...]) -> None:
-        num_whole, num_tail = divmod(self.longest(tokens[:-1]), self.pool.page_size)
+    @rule(
+        tokens=st.lists(st.integers(0, 2), min_size=1, max_size=14).map(tuple),
+        max_cached_tokens=st.none() | st.integers(0, 14),
+    )
+    def grant(self, tokens: tuple[int, ...], max_cached_tokens: int | None) -> None:
+        num_whole, num_tail = divmod(self.longest(tokens[:-1][:max_cached_tokens]), self.pool.page_size)
         before = (self.pool.references.copy(), self.pool.in_tree.copy(), self.known.copy())
-        grant = self.tree.grant(np.array(tokens, np.int32), len(tokens))
+        grant = self.tree.grant(np.array(tokens, np.int32), len(tokens), max_cached_tokens)
         needed = self.pool.pages_for(len(tokens)) - num_whole
         matched = [page for page, known in before[2].items() if known == tokens[: len(known)]]
         matched = [page for page in matched if len(before[2][page]) % self.pool.page_size == 0][:num_whole]

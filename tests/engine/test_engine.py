@@ -7,7 +7,7 @@ from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, Mode
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import FinishReason, SamplingParams
 from p99lab.engine.scheduler import RequestTooLargeError
-from p99lab.errors import BadParameterError
+from p99lab.errors import BadParameterError, QueueFullError
 
 PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -80,6 +80,23 @@ def test_a_batch_with_something_wrong_runs_nothing(engine: Engine, prompts, samp
         engine.generate(prompts, sampling)
     assert not engine.has_work
     assert engine.stats().num_steps == 0
+
+
+def test_a_full_queue_refuses_newcomers_and_keeps_what_it_has(engine: Engine) -> None:
+    engine.reconfigure(SchedulerConfig(max_num_waiting=2, max_num_seqs=1))
+    first, second = engine.add(PROMPTS[0], LONG), engine.add(PROMPTS[1], LONG)
+    with pytest.raises(QueueFullError, match="the queue is full: 2 requests wait already"):
+        engine.add(PROMPTS[2], LONG, request_id="third")
+    assert not engine.cancel("third")
+    assert engine.stats().num_waiting == 2
+    with pytest.raises(QueueFullError):
+        engine.generate(PROMPTS, LONG)
+    engine.step()
+    third = engine.add(PROMPTS[2], LONG, request_id="third")  # the first has been let in
+    finished = set()
+    while engine.has_work:
+        finished |= {event.request_id for event in engine.step() if event.finish_reason is FinishReason.LENGTH}
+    assert finished == {first, second, third}
 
 
 def test_cancelled_requests_end_with_an_event_and_without_pages(engine: Engine) -> None:

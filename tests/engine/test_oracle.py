@@ -1,7 +1,6 @@
 """Whatever the engine does to be fast, greedy tokens are those of the plain transformers loop."""
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.request import SamplingParams
+from tests.engine.pairwise import pairs, pairwise
 from tests.engine.tiny_models import ARCHITECTURES, Answer, save_tiny_model, transformers_greedy
 
 NUM_TOKENS = 32
@@ -24,21 +24,7 @@ FACTORS = {
 }
 
 
-def _pairwise() -> Iterator[tuple]:
-    """Few combinations in which every pair of values of every two factors occurs."""
-    combinations = list(itertools.product(*FACTORS.values()))
-    missing = {pair for combination in combinations for pair in _pairs(combination)}
-    while missing:
-        best = max(combinations, key=lambda combination: len(_pairs(combination) & missing))
-        missing -= _pairs(best)
-        yield best
-
-
-def _pairs(combination: tuple) -> set:
-    return set(itertools.combinations(enumerate(combination), 2))
-
-
-CASES = list(_pairwise())
+CASES = list(pairwise(FACTORS))
 
 
 def _prompts() -> list[list[int]]:
@@ -59,8 +45,8 @@ def tiny_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 def test_the_cases_cover_every_pair() -> None:
-    seen = set().union(*(_pairs(case) for case in CASES))
-    assert seen == {pair for combination in itertools.product(*FACTORS.values()) for pair in _pairs(combination)}
+    seen = set().union(*(pairs(case) for case in CASES))
+    assert seen == {pair for combination in itertools.product(*FACTORS.values()) for pair in pairs(combination)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))

@@ -19,9 +19,9 @@ from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.grouping import group_rows
 from p99lab.engine.plan import Row, StepPlan, StepResult
-from p99lab.engine.request import FinishReason, Request, SamplingParams, Status
+from p99lab.engine.request import FinishReason, Logprobs, Request, SamplingParams, Status
 from p99lab.engine.scheduler import Change, RequestTooLargeError, Scheduler
-from p99lab.errors import AccountingError, BadParameterError
+from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
 pytestmark = pytest.mark.light
 
@@ -43,6 +43,15 @@ def expected_output(prompt: Sequence[int], sampling: SamplingParams) -> list[int
     return tokens[len(prompt) :]
 
 
+def score(prefix: Sequence[int], target: int) -> Logprobs:
+    """As much a function of the whole prefix as the next token."""
+    return Logprobs(-float(hash((*prefix, -1, target)) % 1009))
+
+
+def expected_scores(prompt: Sequence[int]) -> list[Logprobs | None]:
+    return [None, *(score(prompt[:at], prompt[at]) for at in range(1, len(prompt)))]
+
+
 class Executor:
     """A cache of page × offset → the prefix whose key and value lie there."""
 
@@ -58,7 +67,15 @@ class Executor:
         written = [self._write(row, known[row.request_id]) for row in plan.rows]
         assert len(set().union(*written)) == sum(map(len, written)), "two rows write one slot"
         sampled = tuple(self._attend(row, known[row.request_id]) for row in plan.rows)
-        return StepResult(plan.epoch, sampled, (None,) * len(plan.rows))
+        scores = {i: self._score(row, known[row.request_id]) for i, row in enumerate(plan.rows)}
+        asked = {i: some for i, some in scores.items() if plan.rows[i].target_ids is not None}
+        return StepResult(plan.epoch, sampled, (None,) * len(plan.rows), asked)
+
+    def _score(self, row: Row, tokens: tuple[int, ...]) -> tuple[Logprobs, ...]:
+        targets = [] if row.target_ids is None else row.target_ids.tolist()
+        assert len(targets) <= row.num_scheduled_tokens
+        positions = range(row.num_computed_tokens + 1, row.num_computed_tokens + 1 + len(targets))
+        return tuple(score(tokens[:at], target) for at, target in zip(positions, targets, strict=True))
 
     def _slot(self, row: Row, position: int) -> tuple[int, int]:
         return int(row.page_table[position // self.page_size]), position % self.page_size
@@ -97,7 +114,11 @@ class Bench:
         self.plan: StepPlan | None = None
 
     def add(self, prompt: Sequence[int], max_tokens: int = 4, **options) -> Request:
-        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=options.pop("ignore_eos", True))
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=options.pop("ignore_eos", True),
+            prompt_logprobs=options.pop("prompt_logprobs", None),
+        )
         number = len(self.requests)
         ids = np.array(prompt, np.int32)
         request = Request.create(number, ids, sampling, float(number), self.pool.page_size, **options)
@@ -160,12 +181,24 @@ class Bench:
             prompt = request.tokens[: request.num_prompt_tokens].tolist()
             expected = expected_output(prompt, request.sampling)
             output = request.token_ids[request.num_prompt_tokens :].tolist()
+            self.check_scores(request, prompt)
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert output == expected
                 stopped = output[-1] == EOS and not request.sampling.ignore_eos
                 assert (request.finish_reason is FinishReason.STOP) == stopped
             else:
                 assert output == expected[: len(output)]
+
+    def check_scores(self, request: Request, prompt: list[int]) -> None:
+        if request.sampling.prompt_logprobs is None:
+            assert request.prompt_logprobs == []
+            return
+        assert request.num_cached_tokens == 0
+        scores = expected_scores(prompt)
+        if request.num_output_tokens:
+            assert request.prompt_logprobs == scores
+        else:
+            assert request.prompt_logprobs == scores[: len(request.prompt_logprobs)]
 
 
 def test_one_request_from_prompt_to_end() -> None:
@@ -354,6 +387,89 @@ def test_what_waits_next_is_evicted_last() -> None:
     assert next_one.num_cached_tokens == 4
 
 
+def test_a_scored_prompt_is_computed_whole_though_the_tree_holds_it_and_leaves_its_pages_there() -> None:
+    bench = Bench(page_size=2, max_num_batched_tokens=3)
+    prompt = [0, 1, 2, 0, 1, 2, 1]
+    scored = [bench.add(prompt, prompt_logprobs=0)]
+    bench.run()
+    found = bench.add(prompt)
+    bench.run()
+    scored.append(bench.add(prompt, prompt_logprobs=0))
+    num_computed = []
+    while (plan := bench.step()) is not None:
+        num_computed.append(plan.num_tokens)
+    assert num_computed == [3, 3, 1, 1, 1, 1]
+    assert [request.num_cached_tokens for request in (*scored, found)] == [0, 0, 6]
+    assert bench.scheduler.counters.num_queries == 1
+    bench.check_outputs()
+
+
+def test_a_scored_prompt_that_gave_way_goes_on_from_what_it_has_scored() -> None:
+    bench = Bench(page_size=2, num_pages=8, max_num_batched_tokens=2, policy="priority")
+    bench.add([0, 1, 2], max_tokens=8, priority=0)
+    scored = bench.add([1] * 9, max_tokens=1, priority=1, prompt_logprobs=0)
+    preempted_at: list[int] = []
+    starts: list[int] = []
+    while (plan := bench.step()) is not None:
+        preempted_at += [len(request.prompt_logprobs) - 1 for request in bench.scheduler.turn.preempted]
+        starts += [row.num_computed_tokens for row in plan.rows if row.request_id == scored.request_id]
+    (num_scored,) = preempted_at
+    assert 0 < num_scored < scored.num_prompt_tokens - 1
+    assert starts == sorted(starts)  # what it has scored is found in the tree
+    bench.check_outputs()
+
+
+def test_scores_that_were_not_asked_for_are_no_result() -> None:
+    for num_scores in (0, 2, 4):
+        bench = Bench()
+        bench.add([0, 1, 2, 0], prompt_logprobs=0)
+        plan = bench.schedule()
+        with pytest.raises(AccountingError, match=f"{num_scores} scores"):
+            bench.scheduler.update(StepResult(plan.epoch, (0,), (None,), {0: (Logprobs(0.0),) * num_scores}))
+
+
+def test_newcomers_are_refused_while_as_many_wait_as_may() -> None:
+    bench = Bench(max_num_waiting=2, max_num_seqs=1)
+    first, second = bench.add([0, 1]), bench.add([1, 1])
+    with pytest.raises(QueueFullError, match="the queue is full: 2 requests wait already"):
+        bench.add([2])
+    assert (bench.scheduler.waiting, bench.scheduler.running) == ([first, second], [])
+    bench.step()
+    third = bench.add([2])  # one runs, one waits
+    with pytest.raises(QueueFullError):
+        bench.add([2, 1])
+    assert bench.scheduler.cancel(second.request_id)
+    bench.add([2, 1])
+    bench.run()
+    assert third.finish_reason is FinishReason.LENGTH
+    bench.check_outputs()
+
+
+def test_what_can_never_be_served_is_told_so_even_by_a_full_queue() -> None:
+    bench = Bench(page_size=2, num_pages=4, max_num_waiting=1)
+    bench.add([0], request_id="a")
+    with pytest.raises(RequestTooLargeError):
+        bench.add([0] * 9)
+    with pytest.raises(BadParameterError, match="in use"):
+        bench.add([0], request_id="a")
+
+
+def test_those_that_gave_way_keep_their_place_and_take_none_of_a_newcomers() -> None:
+    bench = Bench(page_size=2, num_pages=6, prefix_cache=False, max_num_waiting=1)
+    bench.add([0, 1, 2], max_tokens=8)
+    bench.step()
+    second = bench.add([1, 1, 1], max_tokens=8)
+    while second not in bench.scheduler.turn.preempted:
+        assert bench.step() is not None
+    assert bench.scheduler.waiting == [second]
+    newcomer = bench.add([2], max_tokens=2)
+    with pytest.raises(QueueFullError, match="1 requests wait"):
+        bench.add([2])
+    bench.run()
+    assert newcomer.finish_reason is second.finish_reason is FinishReason.LENGTH
+    bench.check_outputs()
+
+
 class Serving(RuleBasedStateMachine):
     """Requests come, are cancelled and finish at any moment, over pools too small for them."""
 
@@ -366,9 +482,11 @@ class Serving(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         max_num_batched_tokens=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
+        max_num_waiting=st.none() | st.integers(1, 4),
     )
     def start(self, **config) -> None:
         self.bench = Bench(**config)
+        self.let_in: set[Request] = set()
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=10),
@@ -376,21 +494,36 @@ class Serving(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         priority=st.integers(0, 2),
         deadline_s=st.none() | st.integers(0, 5).map(float),
+        prompt_logprobs=st.none() | st.just(0),
     )
     def add(self, prompt: list[int], max_tokens: int, **options) -> None:
-        pool = self.bench.pool
-        if pool.pages_for(len(prompt) + max_tokens - 1) <= pool.num_pages:
-            self.bench.add(prompt, max_tokens, **options)
-        else:
+        pool, limit = self.bench.pool, self.bench.config.max_num_waiting
+        num_newcomers = len(set(self.bench.scheduler.waiting) - self.let_in)
+        if pool.pages_for(len(prompt) + max_tokens - 1) > pool.num_pages:
             with pytest.raises(RequestTooLargeError):
                 self.bench.add(prompt, max_tokens, **options)
+        elif limit is not None and num_newcomers >= limit:
+            with pytest.raises(QueueFullError):
+                self.bench.add(prompt, max_tokens, **options)
+        else:
+            self.bench.add(prompt, max_tokens, **options)
 
     @precondition(lambda self: self.bench.requests)
-    @rule(data=st.data(), num_more=st.integers(0, 3), max_tokens=st.integers(1, 6))
-    def ask_again(self, data: st.DataObject, num_more: int, max_tokens: int) -> None:
+    @rule(
+        data=st.data(),
+        num_more=st.integers(0, 3),
+        max_tokens=st.integers(1, 6),
+        prompt_logprobs=st.none() | st.just(0),
+    )
+    def ask_again(self, data: st.DataObject, num_more: int, max_tokens: int, prompt_logprobs: int | None) -> None:
         """A prompt that goes on from what another request has so far."""
         earlier = data.draw(st.sampled_from(self.bench.requests))
-        self.add([*earlier.token_ids.tolist()[:10], *[1] * num_more], max_tokens, ignore_eos=True)
+        self.add(
+            [*earlier.token_ids.tolist()[:10], *[1] * num_more],
+            max_tokens,
+            ignore_eos=True,
+            prompt_logprobs=prompt_logprobs,
+        )
 
     @precondition(lambda self: self.bench.plan is None)
     @rule()
@@ -420,6 +553,7 @@ class Serving(RuleBasedStateMachine):
     def sound(self) -> None:
         if hasattr(self, "bench"):
             self.bench.scheduler.check()
+            self.let_in |= set(self.bench.scheduler.running)
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
@@ -442,9 +576,10 @@ TestServing.settings = settings(deadline=None, derandomize=True, max_examples=20
     ),
     st.sampled_from([1, 2, 4]),
     st.integers(1, 8),
+    st.sampled_from([None, 0]),
 )
 def test_tokens_do_not_depend_on_how_steps_are_put_together(
-    asked: list[tuple[list[int], int]], page_size: int, budget: int
+    asked: list[tuple[list[int], int]], page_size: int, budget: int, prompt_logprobs: int | None
 ) -> None:
     for composition in ("chunked", "stock"):
         for prefix_cache in (True, False):
@@ -456,6 +591,6 @@ def test_tokens_do_not_depend_on_how_steps_are_put_together(
                 max_num_batched_tokens=budget,
             )
             for prompt, max_tokens in asked:
-                bench.add(prompt, max_tokens, ignore_eos=False)
+                bench.add(prompt, max_tokens, ignore_eos=False, prompt_logprobs=prompt_logprobs)
             bench.run()
             bench.check_outputs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -15,10 +16,12 @@ from contextlib import aclosing
 import pytest
 
 from p99lab.engine import stepping
-from p99lab.engine.config import EngineConfig
+from p99lab.engine.config import EngineConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
+from p99lab.engine.plan import StepPlan, StepResult
 from p99lab.engine.request import FinishReason, SamplingParams
-from p99lab.errors import AccountingError, BadParameterError, EngineClosedError, EngineFailedError
+from p99lab.engine.runner import ModelRunner
+from p99lab.errors import AccountingError, BadParameterError, EngineClosedError, EngineFailedError, QueueFullError
 
 PROMPTS = [list(range(1, 40)), [*range(1, 40), 5, 6], [9]]
 LONG = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -40,6 +43,45 @@ def soon(condition: Callable[[], bool]) -> bool:
     while not condition() and time.monotonic() < until_s:
         time.sleep(0.01)
     return condition()
+
+
+class Gate:
+    """Holds a step inside the model until it is opened."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._entered = 0
+        self._open_until = 0.0  # the first step that has to wait
+
+    def enter(self) -> None:
+        with self._changed:
+            self._entered += 1
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._entered < self._open_until, PATIENCE_S)
+
+    def wait_for_step(self, number: int) -> None:
+        """Return once that step has begun, which does not end before `open`."""
+        with self._changed:
+            self._open_until = number
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._entered >= number, PATIENCE_S)
+
+    def open(self, until_step: float = math.inf) -> None:
+        with self._changed:
+            self._open_until = until_step
+            self._changed.notify_all()
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
+    gate, execute = Gate(), ModelRunner.execute
+
+    def held(self: ModelRunner, plan: StepPlan) -> StepResult:
+        gate.enter()
+        return execute(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "execute", held)
+    return gate
 
 
 def step_loops() -> list[threading.Thread]:
@@ -72,6 +114,72 @@ def test_a_client_that_leaves_gives_its_pages_back(engine: Engine, num_seen: int
     assert soon(lambda: not engine.has_work)
     assert engine.stats().num_active_pages == 0
     assert engine.stats().num_steps < ENDLESS.max_tokens
+
+
+def test_a_client_that_leaves_in_mid_prompt_is_computed_no_further(config: EngineConfig, gate: Gate) -> None:
+    config = config.model_copy(update={"scheduler": SchedulerConfig(max_num_batched_tokens=2)})
+
+    async def leave(engine: Engine) -> None:
+        task = asyncio.create_task(answer(engine, PROMPTS[0], ENDLESS))
+        await asyncio.to_thread(gate.wait_for_step, 3)  # of twenty that the prompt takes
+        assert engine.stats().num_active_pages > 0
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        gate.open()
+
+    with Engine(config) as engine:
+        asyncio.run(leave(engine))
+        assert soon(lambda: not engine.has_work)
+        assert engine.stats().num_steps == 3  # the one it left in was the last
+        assert engine.stats().num_active_pages == 0
+        engine.check()
+
+
+def test_a_client_that_leaves_the_queue_makes_room_in_it(config: EngineConfig, gate: Gate) -> None:
+    config = config.model_copy(update={"scheduler": SchedulerConfig(max_num_seqs=1, max_num_waiting=2)})
+
+    async def run(engine: Engine) -> list[list[int | None]]:
+        running = asyncio.create_task(answer(engine, PROMPTS[0]))
+        await asyncio.to_thread(gate.wait_for_step, 1)
+        leaving, staying, refused = (asyncio.create_task(answer(engine, PROMPTS[0])) for _ in range(3))
+        gate.open(until_step=2)
+        with pytest.raises(QueueFullError, match="2 requests wait"):
+            await refused
+        await asyncio.to_thread(gate.wait_for_step, 2)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        late = asyncio.create_task(answer(engine, PROMPTS[0]))
+        await asyncio.sleep(0)
+        gate.open()
+        return await asyncio.gather(running, staying, late)
+
+    with Engine(config) as engine:
+        answers = asyncio.run(run(engine))
+        assert answers[1:] == answers[:-1]
+        assert engine.stats().num_active_pages == 0
+        engine.check()
+
+
+def test_of_many_clients_half_leave_and_the_others_do_not_notice(engine: Engine) -> None:
+    expected = engine.generate([PROMPTS[0]], LONG)[0].token_ids
+    engine.reconfigure(SchedulerConfig(max_num_batched_tokens=7), prefix_cache=False)
+    engine.forget_except([])
+
+    async def leave(num_seen: int) -> None:
+        async with aclosing(engine.stream(PROMPTS[0], ENDLESS)) as events:
+            for _ in range(num_seen):
+                await anext(events)
+
+    async def run() -> list[list[int | None]]:
+        _, stayed = await asyncio.gather(
+            asyncio.gather(*(leave(num_seen) for num_seen in range(1, 6))),
+            asyncio.gather(*(answer(engine, PROMPTS[0]) for _ in range(5))),
+        )
+        return stayed
+
+    assert asyncio.run(run()) == [expected] * 5
+    assert soon(lambda: not engine.has_work)
+    assert engine.stats().num_free_pages == 200
 
 
 def test_a_client_may_be_cancelled_before_its_first_token(engine: Engine) -> None:

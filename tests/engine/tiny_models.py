@@ -50,6 +50,15 @@ def save_tiny_model(architecture: str, directory: Path) -> None:
 
 
 @torch.inference_mode()
+def transformers_logprobs(directory: Path, prompts: list[list[int]]) -> list[torch.Tensor]:
+    """For each prompt [num_prompt_tokens - 1, vocab]: row i is what the model expects of token i + 1."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return [model(torch.tensor([prompt]), use_cache=False).logits[0, :-1].log_softmax(-1) for prompt in prompts]
+
+
+@torch.inference_mode()
 def transformers_greedy(directory: Path, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
     """The loop that everything else must equal: one prompt at a time, the whole sequence computed anew each token."""
     from transformers import AutoModelForCausalLM

@@ -92,6 +92,12 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
         ("TargetError", "no answer", ("failed", 5, "cell 1: TargetError: no answer")),
         ("EngineFailedError", "a step", ("failed", 10, "cell 1: EngineFailedError: a step")),
         ("AccountingError", "a page", ("failed", 10, "cell 1: AccountingError: a page")),
+        (
+            "OutOfMemoryError",
+            "CUDA out of memory. Tried to allocate 2 GiB",
+            ("out of GPU memory", 32, "cell 1: OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        ),
+        ("MemoryError", "", ("failed", 10, "cell 1: MemoryError")),
         ("SystemExit", "3", ("exited", 3, "cell 1 called sys.exit(3)")),
         ("SystemExit", "-1", ("exited", 255, "cell 1 called sys.exit(-1)")),
         ("SystemExit", "256", ("exited", 1, "cell 1 called sys.exit(256)")),
@@ -102,6 +108,35 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
 )
 def test_what_an_exception_in_a_cell_means(name: str, value: str, ending: tuple[str, int, str]) -> None:
     assert execution.of_error(name, value, "cell 1") == Ending(*ending)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_one"),
+    [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 20.00 GiB.", True),
+        ("OutOfMemoryError", "HIP out of memory. Tried to allocate 20.00 GiB.", True),
+        ("AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be", True),
+        ("RuntimeError", "CUDA driver error: out of memory", True),
+        (
+            "RuntimeError",
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes",
+            False,
+        ),
+        ("OutOfMemoryError", "the queue", False),
+        ("ValueError", "somebody wrote: CUDA out of memory", False),
+        ("AssertionError", "OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_what_is_out_of_gpu_memory(name: str, value: str, is_one: bool) -> None:
+    assert execution.is_out_of_gpu_memory(name, value) is is_one
+
+
+def test_a_gpu_without_memory_is_found_as_the_cause_and_not_in_source_code() -> None:
+    red, plain = "\x1b[31m", "\x1b[0m"
+    caused = f"{red}OutOfMemoryError{plain}: CUDA out of memory. Tried to allocate 2 GiB\n\nThe above exception was"
+    quoted = "----> 3 raise ValueError('OutOfMemoryError: CUDA out of memory')\n\nValueError: no"
+    assert execution.is_out_of_gpu_memory("ValueError", "no", caused)
+    assert not execution.is_out_of_gpu_memory("ValueError", "no", quoted)
 
 
 def test_every_error_of_the_package_that_has_an_exit_code_keeps_it_in_a_cell() -> None:

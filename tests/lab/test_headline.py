@@ -9,6 +9,8 @@ import re
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -16,7 +18,10 @@ import pytest
 
 from p99lab.lab import headline, headline_figures, headline_tables
 from p99lab.lab.headline import ARMS, Block, Headline
+from p99lab.lab.headline_clients import in_a_loop_of_its_own
 from p99lab.lab.parameters import Headline01
+from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.units import Units
 from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.stats import SHARES, summarise
@@ -35,6 +40,7 @@ def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
         dtype="float32",
         device="cpu",
         threads=1,
+        transport="in-process",
         random_tokens=127,
         num_documents=2,
         document_tokens_min=150,
@@ -59,9 +65,18 @@ def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
     )
 
 
+def units_in(folder: RunFolder) -> Units:
+    return Units(folder, basis="this code, these parameters, this machine")
+
+
 @pytest.fixture(scope="module")
-def measured(parameters: Headline01) -> Headline:
-    return headline.run(parameters)
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return RunFolder.create(tmp_path_factory.mktemp("outputs"))
+
+
+@pytest.fixture(scope="module")
+def measured(parameters: Headline01, first_run: RunFolder) -> Headline:
+    return headline.run(parameters, units=units_in(first_run))
 
 
 def test_every_built_arm_runs_its_blocks_and_long_arms_an_open_load(measured: Headline) -> None:
@@ -116,6 +131,84 @@ def test_attribution_sums_to_the_latency(measured: Headline) -> None:
     slowest = max(value for value in headline_tables.latencies(measured)["stock"])
     assert shares.loc["stock: slowest"].sum() == pytest.approx(slowest)
     assert (shares.to_numpy() > -1e-6).all()
+
+
+# --- work units ----------------------------------------------------------------------------------------------------
+
+
+NAMES = (
+    *(f"closed.{name.replace(' ', '-')}.{number}" for name in BUILT[1:] for number in (1, 2)),
+    "closed.no-cache.1",
+    *(f"open.{name.replace(' ', '-')}.1" for name in headline.LONG_ARMS),
+)
+
+
+def hand_over(first_run: RunFolder, parent: Path, names: Iterable[str], seconds: float | None = None) -> RunFolder:
+    """A new run that starts with these units of the first, each of which took `seconds` where that is given."""
+    folder = RunFolder.create(parent)
+    for name in names:
+        unit = units_in(first_run).get(name)
+        assert unit is not None, name
+        files = {file: unit.read(file) for file in unit.manifest.files}
+        units_in(folder).finish(name, files, unit.seconds if seconds is None else seconds)
+    return folder
+
+
+def test_a_run_of_restored_blocks_alone_gives_the_same_tables(
+    parameters: Headline01, measured: Headline, first_run: RunFolder, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    restored = headline.run(parameters, told.append, units_in(hand_over(first_run, tmp_path, NAMES)))
+    assert len(told) == len(NAMES)
+    assert all("restored from run" in line for line in told)
+    assert restored == measured
+    assert restored.blocks == measured.blocks
+    for table in (headline_tables.summary, headline_tables.percentiles, headline_tables.windows):
+        pd.testing.assert_frame_equal(table(restored), table(measured))
+    assert restored.requests().equals(measured.requests())
+
+
+def test_what_is_not_restored_is_measured_in_its_place(
+    parameters: Headline01, measured: Headline, first_run: RunFolder, tmp_path: Path
+) -> None:
+    open_block = f"open.{headline.FULL.replace(' ', '-')}.1"
+    missing = ("closed.+chunked.2", open_block)
+    told: list[str] = []
+    folder = hand_over(first_run, tmp_path, [name for name in NAMES if name not in missing], seconds=30.0)
+    resumed = headline.run(parameters, told.append, units_in(folder))
+    assert [(b.arm, b.load, b.number, b.order) for b in resumed.blocks] == [
+        (b.arm, b.load, b.number, b.order) for b in measured.blocks
+    ]
+    assert resumed.open_rate == measured.open_rate  # of closed blocks that were restored
+    anew = [block for block, before in zip(resumed.blocks, measured.blocks, strict=True) if block != before]
+    assert {(block.arm.name, block.load) for block in anew} == {("+chunked", "closed"), (headline.FULL, "open")}
+    assert all(units_in(folder).get(name) is not None for name in missing)
+    assert [line for line in told if "at most" in line][-1].endswith("at most 1 s")  # the time was used up before
+
+
+def test_a_run_by_hand_keeps_no_blocks(tmp_path: Path, parameters: Headline01) -> None:
+    few = parameters.model_copy(update={"requests_for_p99": 4, "requests_for_p90": 4, "num_blocks": 1})
+    folder = RunFolder.create(tmp_path)
+    headline.run(few.model_copy(update={"open_requests": 0, "warmup_requests": 0}), units=Units(folder, None))
+    assert list(folder.path.iterdir()) == []
+
+
+# --- transport ------------------------------------------------------------------------------------------------------
+
+
+def test_clients_of_their_own_send_the_same_over_http(parameters: Headline01, measured: Headline) -> None:
+    few = {"requests_for_p99": 12, "requests_for_p90": 6, "num_blocks": 1, "open_requests": 6}
+    there = headline.run(parameters.model_copy(update={"transport": "http", **few}))
+    assert there.workload_digest == measured.workload_digest
+    for cell in (*there.cells("closed"), *there.cells("open")):
+        (block,), here = cell.blocks, measured.cell(cell.arm.name, cell.load).blocks[0]
+        sent = {record.index: record.prompt_digest for record in here.run.records}
+        assert all(sent.get(r.index, r.prompt_digest) == r.prompt_digest for r in block.run.records)
+        assert {record.outcome for record in block.used} == {Outcome.OK}
+        assert all(record.num_output_tokens == record.max_tokens for record in block.used)
+        assert all(record.decode_s is not None for record in block.used)  # the server passes the engine's account on
+        assert {record.num_cached_tokens == 0 for record in block.used} == {not cell.arm.prefix_cache}
+    assert set(there.requests().column("transport").to_pylist()) == {"http"}
 
 
 def test_too_few_requests_give_no_verdict_on_a_tail(measured: Headline) -> None:
@@ -289,7 +382,7 @@ def test_an_interrupt_cancels_the_clients_before_it_goes_on() -> None:
             raise
 
     with pytest.raises(KeyboardInterrupt):
-        headline.in_a_loop_of_its_own(client())
+        in_a_loop_of_its_own(client())
     assert seen == ["cancelled"]
 
 
@@ -297,9 +390,9 @@ def test_what_the_clients_return_or_raise_comes_back() -> None:
     async def answer(value: int) -> int:
         return 1 // value
 
-    assert headline.in_a_loop_of_its_own(answer(1)) == 1
+    assert in_a_loop_of_its_own(answer(1)) == 1
     with pytest.raises(ZeroDivisionError):
-        headline.in_a_loop_of_its_own(answer(0))
+        in_a_loop_of_its_own(answer(0))
 
 
 def test_the_ablation_shows_the_deepest_tail_that_n_allows(measured: Headline) -> None:

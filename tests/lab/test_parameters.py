@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from pydantic import SecretStr
 
 from p99lab import project
 from p99lab.errors import BadParameterError
-from p99lab.lab.parameters import CONTRACTS, Contract, check, find, load
+from p99lab.lab.parameters import CONTRACTS, Contract, check, digest, find, load, plain
 from p99lab.strict import StrictModel
 
 pytestmark = pytest.mark.light
@@ -217,3 +218,70 @@ def test_a_range_the_wrong_way_round_is_refused_before_a_kernel(what: str) -> No
     with pytest.raises(BadParameterError, match=rf"^{what}_tokens_max: .*below {what}_tokens_min=3000, got") as caught:
         load(CONTRACTS["01_headline_p99"], "laptop", [f"{what}_tokens_min=3000"])
     assert caught.value.exit_code == 2
+
+
+# --- secrets --------------------------------------------------------------------------------------------------------
+
+
+class Guarded(StrictModel):
+    url: str
+    api_key: SecretStr
+    password: SecretStr | None = None
+
+
+GUARDED = Contract("06_guarded", Guarded)
+VALUE = "correct horse"
+
+
+@pytest.fixture
+def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "smoke.yaml").write_text("url: http://127.0.0.1\n")
+    monkeypatch.setenv("P99LAB_SECRET_API_KEY", VALUE)
+    return tmp_path
+
+
+def test_a_secret_comes_from_the_environment_and_is_written_nowhere(guarded: Path) -> None:
+    given = load(GUARDED, "smoke", folder=guarded)
+    assert isinstance(given, Guarded)
+    assert given.api_key.get_secret_value() == VALUE
+    assert given.password is None
+    assert plain(given) == {"url": "http://127.0.0.1", "api_key": "(secret)", "password": None}
+    assert VALUE not in repr(given)
+
+
+def test_another_secret_is_no_other_run(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = load(GUARDED, "smoke", folder=guarded)
+    monkeypatch.setenv("P99LAB_SECRET_API_KEY", "battery staple")
+    assert digest(load(GUARDED, "smoke", folder=guarded)) == digest(before)
+    assert digest(load(GUARDED, "smoke", ["url=http://other"], guarded)) != digest(before)
+
+
+@pytest.mark.parametrize("where", ["command line", "tier file", "notebook"])
+def test_a_secret_that_is_written_down_is_refused(guarded: Path, where: str) -> None:
+    if where == "tier file":
+        (guarded / "smoke.yaml").write_text(f"url: x\napi_key: {VALUE}\n")
+    written = {"url": "x", "api_key": VALUE, "password": None}
+    readers = {
+        "command line": lambda: load(GUARDED, "smoke", [f"api_key={VALUE}"], guarded),
+        "tier file": lambda: load(GUARDED, "smoke", folder=guarded),
+        "notebook": lambda: check("06_guarded", written, {"06_guarded": GUARDED}),
+    }
+    with pytest.raises(BadParameterError, match=r"api_key is secret .*put it into \$P99LAB_SECRET_API_KEY") as caught:
+        readers[where]()
+    assert VALUE not in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_secret_that_is_not_set_is_asked_for(guarded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("P99LAB_SECRET_API_KEY")
+    with pytest.raises(BadParameterError, match=r"api_key is secret and not set: put it into \$P99LAB_SECRET_API_KEY"):
+        load(GUARDED, "smoke", folder=guarded)
+
+
+def test_check_fills_in_what_the_runner_injected_as_secret(guarded: Path) -> None:
+    injected = {"url": "x", "api_key": "(secret)", "password": None}
+    found = check("06_guarded", injected, {"06_guarded": GUARDED})
+    assert isinstance(found, Guarded)
+    assert found.api_key.get_secret_value() == VALUE
+    with pytest.raises(BadParameterError, match=r"\$P99LAB_SECRET_PASSWORD"):
+        check("06_guarded", {**injected, "password": "(secret)"}, {"06_guarded": GUARDED})

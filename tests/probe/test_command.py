@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 
+from p99lab.cli import main
+from p99lab.commands.figures import figure_table
 from p99lab.errors import BadParameterError
-from p99lab.probe.command import ProbeOptions, article_options, parse_span, probe, to_csv, to_rows, write
-from p99lab.probe.records import read_parquet
+from p99lab.probe.command import probe
+from p99lab.probe.intervals import Figure
+from p99lab.probe.options import ProbeOptions, article_options, parse_span
+from p99lab.probe.output import to_csv
+from p99lab.probe.tables import cell, probe_rows
+from p99lab.probe.workload import ClosedLoad, OpenLoad, TraceLoad
 
 pytestmark = pytest.mark.light
 
@@ -68,20 +74,18 @@ def options(target: str, **changes: Any) -> ProbeOptions:
     "changes",
     [{}, {"cache": "cold"}, {"load": "open", "rate": 200.0}, {"load": "open", "rate": 200.0, "arrivals": "gamma"}],
 )
-def test_a_probe_of_an_endpoint(endpoint: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_a_probe_of_an_endpoint(endpoint: str, changes: dict[str, Any]) -> None:
     result = probe(options(endpoint, **changes))
     shape = result.as_dict()
-    assert shape["target"]["transport"] == "http"
+    assert (shape["target"]["transport"], shape["target"]["clients"]) == ("http", "in a process of their own")
     assert shape["e2e"]["n"] == shape["steady_window"]["num_requests"]
     assert shape["counts"]["measured"] == 40
     assert shape["hit_rates"]["verdict"] == "as declared"
     assert shape["hit_rates"]["cached_share"] == pytest.approx(0.0 if "cache" in changes else 0.75, abs=0.25)
-    write(result, tmp_path / "made" / "here")
-    assert len(read_parquet(tmp_path / "made" / "here" / "requests.parquet")) == len(result.run.records)
-    assert json.loads((tmp_path / "made" / "here" / "summary.json").read_bytes())["e2e"]["p50"]["value"] > 0.005
-    assert "ttft" in (tmp_path / "made" / "here" / "latency.hlog").read_text()
     assert to_csv(result).startswith("metric,figure,value_s,low_s,high_s,n,effective_n,reason\nttft,p50,0.")
-    assert [row[0] for row in to_rows(result)][:2] == ["ttft", "itl"]
+    assert [row[0] for row in probe_rows(result)][:2] == ["ttft", "itl"]
+    assert list(shape)[:3] == ["target", "void", "notes"]
+    assert list(shape)[-1] == "options"
 
 
 def test_a_run_whose_cache_was_not_as_declared_is_void(endpoint: str) -> None:
@@ -89,7 +93,6 @@ def test_a_run_whose_cache_was_not_as_declared_is_void(endpoint: str) -> None:
     result = probe(options(endpoint, cache="mixed"))
     assert result.summary.void == ()
     from p99lab.probe.stats import summarise
-    from p99lab.probe.workload import ClosedLoad
 
     declared_cold = summarise(result.run, ClosedLoad(num_requests=40, cache="cold"))
     assert any("declared cold" in reason for reason in declared_cold.void)
@@ -99,10 +102,59 @@ def test_the_articles_flags_make_up_the_context() -> None:
     made = article_options("in-process", None, 131_072, 64, 300.0)
     assert made.document_tokens[0] + made.question_tokens[0] + made.answer_tokens[0] == 131_072
     assert made.warmup_share * 300 == pytest.approx(60)
-    assert (made.load, made.concurrency, made.cache) == ("closed", 64, "primed")
+    assert (made.load, made.concurrency, made.cache_state) == ("closed", 64, "primed")
     assert article_options("in-process", None, 1000, 2, 40.0).warmup_share == 0.25
     with pytest.raises(BadParameterError, match="leaves no document"):
         article_options("in-process", None, 80, 2, 40.0)
+
+
+def test_options_make_the_load_that_they_ask_for(tmp_path: Path) -> None:
+    closed = ProbeOptions().load_spec
+    assert isinstance(closed, ClosedLoad)
+    assert (closed.duration_s, closed.cache) == (30.0, "primed")
+    ramp = ProbeOptions.parse({"load": "open", "rate": 1, "rate_end": 5, "arrivals": "ramp", "duration_s": 9}).load_spec
+    assert isinstance(ramp, OpenLoad)
+    assert (ramp.arrivals, ramp.rate_end) == ("ramp", 5.0)
+    trace = ProbeOptions.parse({"load": "trace", "trace": tmp_path / "t.jsonl", "speedup": 2}).load_spec
+    assert isinstance(trace, TraceLoad)
+    assert (trace.speedup, trace.duration_s, trace.cache) == (2.0, None, "mixed")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"load": "open"}, "an open load needs a rate"),
+        ({"rate": 2.0}, "a closed load has no rate: add --load open"),
+        ({"load": "trace"}, "a trace load needs a file"),
+        ({"trace": "t.jsonl"}, "a trace load needs a file"),
+        ({"load": "open", "rate": 1.0, "arrivals": "ramp"}, "a ramp needs rate_end"),
+    ],
+)
+def test_options_that_do_not_fit_together(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadParameterError, match=message):
+        _ = ProbeOptions.parse(values).load_spec
+
+
+def test_a_repetition_asks_other_questions_about_the_same_documents() -> None:
+    first, again = ProbeOptions(), ProbeOptions(repetition=1)
+    assert first.workload == again.workload == first.asked
+    assert again.asked.seed not in (first.seed, ProbeOptions(repetition=2).asked.seed)
+
+
+@pytest.mark.parametrize(
+    ("figure", "shown"),
+    [
+        (Figure(0.0062, 0.00573, 0.0123, 400, 400), "6.2\n5.73–12.3"),
+        (Figure(0.0062, 0.00573, None, 400, 100), "6.2\n≥ 5.73"),
+        (Figure(0.0062, None, 0.0123, 400, 400), "6.2\n≤ 12.3"),
+        (Figure(0.0062, None, None, 400, 1), "6.2"),
+        (Figure(0.9996, None, None, 400, 1), "1000"),
+        (Figure(None, None, None, 40, 40), "n < 368"),
+        (Figure(None, None, None, 400, 400), "failed"),
+    ],
+)
+def test_a_figure_in_the_table(figure: Figure, shown: str) -> None:
+    assert cell("p99", figure) == shown
 
 
 def test_spans() -> None:
@@ -110,6 +162,15 @@ def test_spans() -> None:
     assert parse_span("16", "--x") == (16, 16)
     with pytest.raises(BadParameterError, match="--x 'ten' is neither"):
         parse_span("ten", "--x")
+
+
+def test_a_table_is_never_cut(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    wide = ["12345", *["123456\n100000–150000"] * 4]
+    figure_table([["queue_time", *wide, "200000", "1000\n900–1100"]])
+    said = capsys.readouterr().out
+    assert said.count("100000–150000") == 4
+    assert max(map(len, said.splitlines())) > 80
 
 
 # --- the command line -----------------------------------------------------------------------------------------------
@@ -136,11 +197,40 @@ def test_the_table_is_readable(endpoint: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     for word in ("ttft", "itl", "e2e", "n < 368", "cache: declared primed, as declared", "note: closed load"):
         assert word in done.stdout
-    assert sorted(path.name for path in (tmp_path / "o").iterdir()) == [
-        "latency.hlog",
-        "requests.parquet",
-        "summary.json",
-    ]
+    assert {"latency.hlog", "requests.parquet", "summary.csv", "summary.json"} <= {
+        path.name for path in (tmp_path / "o").iterdir()
+    }
+    assert " cancelled" in done.stdout
+
+
+def test_a_void_result_says_so_first_and_fails_only_when_asked_to(endpoint: str) -> None:
+    asked = {"document_tokens": (100, 100), "answer_tokens": (2, 2), "requests": 12, "cache": "cold"}
+    assert probe(options(endpoint, **asked)).summary.void == ()  # a line of its own before each document
+    few = ("--target", endpoint, "--document-tokens", "100", "--answer-tokens", "2", "--requests", "12")
+    for strict, exit_code in (((), 0), (("--strict",), 6)):
+        done = command("probe", *few, "--cache", "cold", *strict)
+        assert done.returncode == exit_code, done.stderr
+        assert done.stdout.startswith("VOID: these figures must not be used: declared cold, but")
+
+
+def test_a_sweep_from_the_command_line_and_a_merge_of_its_points(endpoint: str, tmp_path: Path) -> None:
+    few = ("--target", endpoint, "--document-tokens", "100", "--answer-tokens", "4", "--requests", "40")
+    slo = ("--sweep", "20,40", "--slo-ms", "2000", "--slo-quantile", "p90", "--output", str(tmp_path / "s"))
+    done = command("probe", *few, *slo)
+    assert done.returncode == 0, done.stderr
+    assert "capacity: 4 clients" in done.stderr
+    assert "sweep: 2 rates, about" in done.stderr
+    for word in ("goodput: ", "saturation: ", "capacity: ", "SLO: P90 of e2e ≤ 2000 ms", "p90 e2e (ms)"):
+        assert word in done.stdout
+    assert {"sweep.json", "sweep.csv", "capacity", "rate-20", "rate-40"} <= {p.name for p in (tmp_path / "s").iterdir()}
+    assert json.loads((tmp_path / "s" / "rate-20" / "summary.json").read_bytes())["options"]["rate"] == 20.0
+    folders = [str(tmp_path / "s" / name) for name in ("rate-20", "rate-40")]
+    merged = command("merge", *folders, "--force", "--output-format", "json", "--output", str(tmp_path / "m"))
+    assert merged.returncode == 0, merged.stderr
+    assert json.loads(merged.stdout)["e2e"]["n"] == sum(
+        json.loads((Path(folder) / "summary.json").read_bytes())["e2e"]["n"] for folder in folders
+    )
+    assert (tmp_path / "m" / "latency.hlog").exists()
 
 
 def test_latency_probe_takes_the_articles_flags(endpoint: str) -> None:
@@ -170,14 +260,41 @@ def closed_port() -> int:
         (["--endpoint", "responses"], 2, "endpoint: "),
         (["--output-format", "xml"], 2, "format: "),
         (["--requests", "0"], 2, "requests: "),
+        (["--rate", "2"], 2, "add --load open"),
+        (["--load", "trace"], 2, "--trace FILE"),
+        (["--load", "trace", "--trace", "nowhere.jsonl", "--target", "http://127.0.0.1:1"], 2, "nowhere.jsonl"),
+        (["--sweep", "fast"], 2, "--sweep 'fast'"),
+        (["--sweep", "1,2", "--load", "open", "--rate", "2"], 2, "--sweep chooses the rates"),
+        (["--output", "."], 2, ". is not empty: name another --output, or add --overwrite"),
+        (["merge", ".", "elsewhere"], 2, ". holds no result of a probe"),
+        (["--slo-ms", "200"], 2, "--slo-ms is for --sweep"),
+        (["--sweep", "1,2", "--slo-ms", "200", "--slo-metric", "tpot"], 2, "slo.metric: "),
     ],
 )
-def test_bad_input_is_one_line_and_its_exit_code(arguments: list[str], exit_code: int, message: str) -> None:
-    done = command("probe", *arguments)
-    assert (done.returncode, done.stdout) == (exit_code, "")
-    assert message in done.stderr
-    assert done.stderr.startswith("p99lab: ")
-    assert done.stderr.count("\n") == 1
+def test_bad_input_is_one_line_and_its_exit_code(
+    arguments: list[str],
+    exit_code: int,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["p99lab", *(["probe"] if arguments[0].startswith("-") else []), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = capsys.readouterr()
+    assert (ended.value.code, said.out) == (exit_code, "")
+    assert message in said.err
+    assert said.err.startswith("p99lab: ")
+    assert said.err.count("\n") == 1
+
+
+def test_help_shows_computed_defaults_and_exit_codes() -> None:
+    said = " ".join(command("probe", "--help").stdout.replace("│", " ").split())
+    for word in ("30 without --requests", "600; 120 in a sweep", "--strict makes that 6", "[default: serve]"):
+        assert word in said
 
 
 def test_nothing_of_the_probe_imports_torch() -> None:

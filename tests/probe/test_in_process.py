@@ -1,4 +1,4 @@
-"""The probe against a real engine in this process: a tiny random model."""
+"""The probe against a real engine, a tiny random model: in this process, and in one of its own behind HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from p99lab.probe.command import ProbeOptions, probe
+from p99lab.probe.command import probe
+from p99lab.probe.options import ProbeOptions
 from p99lab.probe.records import Outcome, Phase
 from p99lab.probe.stats import attribution, e2e, measured
 from tests.engine.tiny_models import save_tiny_model
@@ -20,7 +21,13 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(directory: Path, **changes: object) -> ProbeOptions:
-    few = {"model": str(directory), "document_tokens": (100, 200), "question_tokens": (8, 12), "answer_tokens": (4, 6)}
+    few = {
+        "target": "in-process",
+        "model": str(directory),
+        "document_tokens": (100, 200),
+        "question_tokens": (8, 12),
+        "answer_tokens": (4, 6),
+    }
     return ProbeOptions.parse({**few, "random_tokens": 120, "requests": 40, **changes})
 
 
@@ -41,6 +48,20 @@ def test_an_engine_in_process_is_measured_whole(directory: Path, changes: dict[s
         assert shares is not None
         assert sum(shares.values()) == pytest.approx(e2e(record))
         assert min(shares.values()) >= -1e-6
+
+
+def test_behind_http_it_still_says_where_the_time_went(directory: Path) -> None:
+    result = probe(options(directory, target="serve"))
+    counted = measured(result.run.records)
+    assert result.transport == "http"
+    assert {(r.outcome, r.num_output_tokens - r.max_tokens) for r in counted} == {(Outcome.OK, 0)}
+    assert {r.num_prompt_tokens - (r.num_prompt_tokens_sent or 0) for r in counted} == {0}
+    assert result.summary.hit_rates.verdict == "as declared"
+    for record in counted:
+        shares = attribution(record)
+        assert shares is not None
+        assert sum(shares.values()) == pytest.approx(e2e(record))
+        assert min(shares.values()) >= -1e-6  # the server's account fits into what its client saw
 
 
 def test_the_engines_counters_agree_with_the_records(directory: Path) -> None:

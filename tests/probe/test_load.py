@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from p99lab.errors import BadParameterError
+from p99lab.probe.documents import Passage
 from p99lab.probe.load import drive
 from p99lab.probe.records import Outcome, Phase, from_table, read_parquet, to_table, write_parquet
 from p99lab.probe.stats import attribution, e2e, measured, queue_time, tpot, ttft
@@ -16,6 +18,10 @@ from p99lab.probe.targets import RequestError
 from p99lab.probe.workload import ClosedLoad, OpenLoad, Query
 
 pytestmark = pytest.mark.light
+
+
+def query(index: int, max_tokens: int = 1, intended_s: float | None = None) -> Query:
+    return Query(index, 0, Passage.of("", [1, 2]), 1, max_tokens, True, intended_s)
 
 
 def test_a_closed_load_is_kept_up_to_the_last_measured_request(fake_target: Any, drive_virtually: Any) -> None:
@@ -68,27 +74,66 @@ def test_an_open_load_sends_at_its_times_whatever_the_target_does(fake_target: A
     assert any(r.phase is Phase.COOLDOWN for r in run.records)  # arrivals go on until the last measured one has ended
 
 
-def test_making_the_next_query_does_not_delay_the_one_whose_time_has_come(fake_target: Any, virtual: Any) -> None:
-    from p99lab.probe.documents import Passage
-
+def test_all_queries_of_a_finite_load_are_made_before_the_first_is_sent(fake_target: Any, virtual: Any) -> None:
     async def main() -> Any:
         target, already_sent = fake_target(), []
 
         def counted() -> Any:
-            for i in range(6):
+            for i in range(1000):
                 already_sent.append(target.num_sent)
-                yield Query(i, 0, Passage.of("", [1, 2]), 1, 1, True, intended_s=float(i))
+                yield query(i, intended_s=float(i))
 
-        load, clock = OpenLoad(rate=1, num_requests=6, warmup_share=0), asyncio.get_running_loop().time
+        load, clock = OpenLoad(rate=1, num_requests=6, warmup_share=0.5), asyncio.get_running_loop().time
         await drive(target, load, counted(), clock=clock, spin_s=0.0)
         return already_sent
 
-    assert virtual(main) == [0, 1, 2, 3, 4, 5]
+    assert virtual(main)[: 6 + 3] == [0] * 9
+
+
+@pytest.mark.parametrize("rate", [10.0, 200.0])
+def test_an_endless_load_makes_its_queries_ahead(fake_target: Any, virtual: Any, rate: float) -> None:
+    """Made at first are as many as the load can need; a closed loop's number is unknown, so it is kept ahead of."""
+
+    async def main() -> Any:
+        target, lead = fake_target(plan=lambda query: (1 / rate, 0.0)), []
+
+        def counted() -> Any:
+            for i in range(100_000):
+                lead.append(i - target.num_sent)
+                yield query(i)
+
+        clock = asyncio.get_running_loop().time
+        await drive(target, ClosedLoad(concurrency=4, duration_s=5.0), counted(), clock=clock, spin_s=0.0)
+        return target.num_sent, lead
+
+    num_sent, lead = virtual(main)
+    assert num_sent > 4 * 5 * rate * 0.5
+    assert min(lead[32:]) >= 16
+
+
+def test_without_a_moment_to_spare_queries_are_made_when_they_are_due(fake_target: Any, virtual: Any) -> None:
+    async def main() -> Any:
+        clock = asyncio.get_running_loop().time
+        late = (query(i, intended_s=0.0) for i in range(200))
+        load = OpenLoad(rate=1, num_requests=5, warmup_share=0)
+        return await drive(fake_target(), load, late, clock=clock, spin_s=0.0)
+
+    assert len(measured(virtual(main).records)) == 5
+
+
+def test_what_fails_while_queries_are_made_ends_the_run(fake_target: Any, virtual: Any) -> None:
+    def broken() -> Any:
+        yield query(0)
+        raise BadParameterError("the sources are used up")
+
+    async def main() -> Any:
+        await drive(fake_target(), ClosedLoad(num_requests=5), broken())
+
+    with pytest.raises(BadParameterError, match="used up"):
+        virtual(main)
 
 
 def test_a_late_send_counts_from_the_intended_arrival(fake_target: Any, virtual: Any) -> None:
-    from p99lab.probe.documents import Passage
-
     late = (Query(i, 0, Passage.of("", [1, 2]), 1, 2, True, intended_s=-5.0) for i in range(1))
 
     async def main() -> Any:
@@ -142,6 +187,35 @@ def test_a_stalled_request_times_out_and_is_closed(fake_target: Any, drive_virtu
     assert target.num_closed_early == 1
 
 
+@pytest.mark.parametrize(
+    ("plan", "outcomes"),
+    [
+        ((0.5, 0.5), [Outcome.OK]),  # as slow as it may be
+        ((1.5, 0.1), [Outcome.TIMEOUT]),
+        ((0.1, 1.5), [Outcome.TIMEOUT]),
+    ],
+)
+def test_an_answer_that_stops_coming_is_given_up(
+    fake_target: Any, drive_virtually: Any, plan: tuple[float, float], outcomes: list[Outcome]
+) -> None:
+    load = ClosedLoad(concurrency=1, num_requests=1, warmup_share=0, idle_timeout_s=1.0)
+    target, run = drive_virtually(lambda: fake_target(plan=lambda query: plan), load)
+    assert [r.outcome for r in run.records] == outcomes
+    if outcomes == [Outcome.TIMEOUT]:
+        (record,) = run.records
+        assert record.error == "nothing for 1 s"
+        assert record.end_s == pytest.approx((record.token_times_s or (0.0,))[-1] + 1.0)
+        assert target.num_closed_early == 1
+
+
+def test_requests_in_flight_at_the_end_are_counted_as_cancelled(fake_target: Any, drive_virtually: Any) -> None:
+    load = OpenLoad(rate=20, arrivals="constant", num_requests=10, warmup_share=0)
+    target, run = drive_virtually(lambda: fake_target(plan=lambda query: (1.0, 0.0)), load)
+    assert run.num_cancelled == target.num_closed_early == target.num_sent - len(measured(run.records)) > 5
+    cancelled = [r for r in run.records if r.outcome is Outcome.CANCELLED]
+    assert {r.phase for r in cancelled} == {Phase.COOLDOWN}
+
+
 def test_a_fault_of_the_target_ends_the_run(fake_target: Any, drive_virtually: Any) -> None:
     def broken(query: Query) -> Exception | None:
         return ZeroDivisionError("a bug") if query.index == 5 else None
@@ -153,8 +227,6 @@ def test_a_fault_of_the_target_ends_the_run(fake_target: Any, drive_virtually: A
 @pytest.mark.parametrize("load", [ClosedLoad(concurrency=3, num_requests=1000), OpenLoad(rate=50, num_requests=1000)])
 def test_cancelling_a_run_closes_every_stream(fake_target: Any, virtual: Any, drive_virtually: Any, load: Any) -> None:
     async def main() -> Any:
-        from p99lab.probe.documents import Passage
-
         clock, target = asyncio.get_running_loop().time, fake_target()
         endless = (Query(i, 0, Passage.of("", [1, 2]), 1, 4, True, i / 50) for i in range(10_000))
         running = asyncio.create_task(drive(target, load, endless, clock=clock, spin_s=0.0))
@@ -170,8 +242,6 @@ def test_cancelling_a_run_closes_every_stream(fake_target: Any, virtual: Any, dr
 
 
 def test_a_finite_sequence_ends_the_run(fake_target: Any, virtual: Any) -> None:
-    from p99lab.probe.documents import Passage
-
     async def main() -> Any:
         five = (Query(i, 0, Passage.of("", [1, 2]), 1, 4, True) for i in range(5))
         load = ClosedLoad(concurrency=2, num_requests=100, warmup_share=0)
@@ -220,8 +290,6 @@ def test_prompts_of_two_runs_are_the_same(fake_target: Any, drive_virtually: Any
 
 
 def test_the_real_clock_sends_near_the_intended_time(fake_target: Any) -> None:
-    from p99lab.probe.documents import Passage
-
     async def main() -> Any:
         few = (Query(i, 0, Passage.of("", [1, 2]), 1, 1, True, 0.02 * (i + 1)) for i in range(5))
         load = OpenLoad(rate=50, num_requests=5, warmup_share=0)

@@ -1,26 +1,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from p99lab.probe.intervals import Figure
 from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.stats import (
     Lateness,
     concurrency_at,
     gaps,
-    goodput,
-    histogram,
     measured,
-    merged,
-    read_histograms,
+    prompt_drift,
     summarise,
-    write_histograms,
 )
 from p99lab.probe.workload import ClosedLoad, OpenLoad
 
@@ -93,6 +87,7 @@ def test_the_json_has_every_metric_at_its_top() -> None:
     assert "n too small" in shape["e2e"]["p99"]["reason"]
     assert shape["e2e"]["p90"]["value"] is not None
     assert {"lateness", "hit_rates", "steady_window", "counts", "attribution", "void", "notes"} <= set(shape)
+    assert list(shape)[:3] == ["void", "notes", "counts"]
 
 
 def test_only_measured_requests_count() -> None:
@@ -133,6 +128,21 @@ def test_the_declared_cache_state_is_checked(declared: Any, cached: int, verdict
     summary = summarise(random_run(num_cached_tokens=cached), load)
     assert summary.hit_rates.verdict == verdict
     assert bool(summary.void) == (verdict == "contaminated")
+
+
+def test_a_question_that_the_cache_knew_contaminates_a_primed_run() -> None:
+    asked_before = random_run(num_cached_tokens=1084)  # of 1000 + 100, in blocks of 16
+    summary = summarise(asked_before, CLOSED)
+    assert summary.hit_rates.known_questions == 1.0
+    assert any("had been asked before" in reason for reason in summary.void)
+    assert summarise(asked_before, CLOSED.model_copy(update={"cache": "mixed"})).void == ()
+
+
+def test_a_target_that_names_hits_only_where_there_are_some_had_none_elsewhere() -> None:
+    records = [record(i, num_cached_tokens=1000 if i % 2 else None) for i in range(50)]
+    hits = summarise(run_of(records), CLOSED).hit_rates
+    assert hits.document_share == pytest.approx(0.5)
+    assert hits.verdict == "contaminated"
 
 
 def test_counters_are_used_where_requests_tell_nothing() -> None:
@@ -220,6 +230,24 @@ def test_concurrency_counts_who_is_in_flight() -> None:
     assert concurrency_at(np.array([0.0, 1.0, 2.0]), records).tolist() == [1, 2, 2]
 
 
+def test_what_was_in_flight_and_what_was_cancelled_is_counted() -> None:
+    left = [record(9 + i, 1.0, outcome=Outcome.CANCELLED, phase=Phase.COOLDOWN) for i in range(3)]
+    summary = summarise(run_of([*(record(i, 1.5) for i in range(8)), *left]), CLOSED)
+    assert summary.counts == {"sent": 11, "measured": 8, "cancelled": 3, "used": 8, "ok": 8}
+    assert summary.in_flight.at_end == 3
+    assert summary.in_flight.most == 2
+    assert summary.in_flight.mean == pytest.approx(12 / 8.5)  # 8 requests of 1.5 s in 8.5 s; the others come after
+
+
+def test_a_tokenizer_that_counts_otherwise_is_told() -> None:
+    same, other = (random_run(50, num_prompt_tokens_sent=sent) for sent in (1100, 1000))
+    assert prompt_drift(same.records) == 1.0
+    assert summarise(same, CLOSED).prompt_drift == 1.0
+    assert not any("tokenizers differ" in note for note in summarise(same, CLOSED).notes)
+    assert any("1.100 prompt tokens for each" in note for note in summarise(other, CLOSED).notes)
+    assert summarise(random_run(50), CLOSED).prompt_drift is None
+
+
 def test_attribution_names_the_slowest() -> None:
     run = random_run(400)
     slowest = max(run.records, key=lambda r: r.end_s - r.send_s)
@@ -227,29 +255,6 @@ def test_attribution_names_the_slowest() -> None:
     assert shares["slowest"]["index"] == slowest.index
     assert shares["p99"]["e2e_s"] < shares["slowest"]["e2e_s"]
     assert sum(shares["mean"]["shares_s"].values()) == pytest.approx(shares["mean"]["e2e_s"])
-
-
-def test_goodput_is_the_last_rate_before_the_slo_breaks() -> None:
-    def p99(value: float | None) -> Figure:
-        return Figure(value, None, None, 400, 400)
-
-    points = [(4.0, p99(1.0)), (1.0, p99(0.5)), (2.0, p99(0.7)), (8.0, p99(5.0)), (16.0, p99(0.1))]
-    assert goodput(points, 2.0) == 4.0
-    assert goodput([(1.0, p99(None))], 2.0) is None
-    assert goodput([], 2.0) is None
-
-
-def test_histograms_merge_and_round_trip(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    one, two = rng.lognormal(-3, 1, 3000), rng.lognormal(-1, 1, 2000)
-    both = merged([histogram(one).encode(), histogram(two).encode()])
-    assert both.get_total_count() == 5000
-    exact = float(np.sort(np.concatenate([one, two]))[4949])
-    assert both.get_value_at_percentile(99) / 1e6 == pytest.approx(exact, rel=0.002)
-    write_histograms({"ttft": one, "e2e": two}, tmp_path / "h.hlog", 1_700_000_000.0, 30.0)
-    read = read_histograms(tmp_path / "h.hlog")
-    assert {name: hdr.get_total_count() for name, hdr in read.items()} == {"ttft": 3000, "e2e": 2000}
-    assert read["ttft"].get_value_at_percentile(50) == histogram(one).get_value_at_percentile(50)
 
 
 @pytest.mark.parametrize(("n", "num_late", "void"), [(40, 1, False), (40, 3, True), (400, 3, False), (400, 5, True)])

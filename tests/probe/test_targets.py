@@ -2,21 +2,37 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
+import socket
 import sys
 from collections.abc import AsyncGenerator
+from contextlib import suppress
+from itertools import islice, pairwise
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p99lab.engine.events import TokenEvent, Usage
 from p99lab.engine.request import FinishReason, Timeline
 from p99lab.errors import BadParameterError
-from p99lab.probe.documents import Passage
+from p99lab.probe.documents import Passage, stdlib_documents
 from p99lab.probe.load import Run, drive
-from p99lab.probe.records import Outcome, RequestRecord
-from p99lab.probe.stats import measured, ttft
-from p99lab.probe.targets import InProcessTarget, OpenAITarget, TargetError, shared_interpreter
+from p99lab.probe.openai_stream import chunks
+from p99lab.probe.records import Outcome, RequestRecord, from_table, to_table
+from p99lab.probe.stats import attribution, e2e, measured, ttft
+from p99lab.probe.targets import (
+    Chunk,
+    InProcessTarget,
+    OpenAITarget,
+    RequestError,
+    TargetError,
+    connect_failure,
+    shared_interpreter,
+)
 from p99lab.probe.workload import ClosedLoad, Query
 
 pytestmark = pytest.mark.light
@@ -44,7 +60,10 @@ def usage(prompt: int = 10, completion: int = 3, cached: int | None = 8) -> byte
     return event({"choices": [], "usage": counts})
 
 
+KEYS = ("choices", "usage", "error", "text", "delta", "content", "finish_reason", "prompt_tokens", "message", "data")
+KEYS += ("completion_tokens", "prompt_tokens_details", "cached_tokens", "p99lab_timeline", "queue_s", "tool_calls")
 DONE = b"data: [DONE]\n\n"
+HTML = HEAD.replace(b"text/event-stream", b"text/html; charset=utf-8")
 GOOD = text("one") + text(" two") + text(" three", "length") + usage() + DONE
 
 
@@ -126,27 +145,184 @@ def test_completions_send_token_ids_where_there_are_some(serve: Any) -> None:
         ([HEAD, b"data: {broken\n\n"], Outcome.ERROR, "malformed event"),
         ([HEAD, b"data: 17\n\n"], Outcome.ERROR, "malformed event"),
         ([HEAD, event({"error": {"message": "out of memory"}})], Outcome.ERROR, "error in the stream"),
-        ([HEAD, DONE], Outcome.ERROR, "empty answer"),
+        ([HEAD, DONE], Outcome.CUT, "no finish_reason"),
+        ([HEAD, text("one"), DONE], Outcome.CUT, "no finish_reason"),
+        ([HEAD, text("one"), usage(), DONE], Outcome.CUT, "no finish_reason"),
+        ([HEAD, text("one", "abort"), DONE], Outcome.ERROR, "finish_reason abort"),
+        ([HEAD], Outcome.CUT, "stream ended early"),
+        ([HEAD, text("one")[:-9]], Outcome.ERROR, "malformed event"),
+        ([HEAD, text("one"), b'data: {"error": {"message": "late"}}'], Outcome.ERROR, "error in the stream"),
+        ([HEAD, b'data: {"choices": "all"}\n\n'], Outcome.ERROR, "malformed event"),
+        ([HEAD, b'data: {"choices": [["x"]]}\n\n'], Outcome.ERROR, "malformed event"),
+        ([HEAD, b'data: {"choices": {"0": 1}}\n\n'], Outcome.ERROR, "malformed event"),
+        ([HEAD, b'data: {"choices": [{"delta": [1]}]}\n\n'], Outcome.ERROR, "malformed event"),
+        ([HEAD, b"data: []\n\n"], Outcome.ERROR, "malformed event"),
+        ([HEAD, b'data: "\xff\xfe"\n\n'], Outcome.ERROR, "malformed event"),
+        ([HEAD, event({"usage": {"prompt_tokens": "ten"}})], Outcome.ERROR, "malformed event"),
+        ([HEAD, event({"usage": {"prompt_tokens": -1}})], Outcome.ERROR, "malformed event"),
+        ([HEAD, event({"usage": {"prompt_tokens": 2**70}})], Outcome.ERROR, "malformed event"),
+        ([HEAD, event({"usage": {"p99lab_timeline": {"queue_s": 1}}})], Outcome.ERROR, "malformed event"),
+        ([HEAD, b"data: " + b"x" * 100_000 + b"\n\n"], Outcome.ERROR, "malformed event"),
+        ([HTML, b"<html><body>Welcome</body></html>"], Outcome.ERROR, "not an event stream"),
+        ([HEAD.replace(b"text/event-stream", b"application/json"), b"{}"], Outcome.ERROR, "not an event stream"),
+        ([HEAD, b"<html><body>Welcome</body></html>"], Outcome.CUT, "stream ended early"),
+        ([HEAD.replace(b"close", b"close\r\ncontent-encoding: gzip"), GOOD], Outcome.ERROR, "undecodable answer"),
+        ([b"HTTP/1.1 307 Away\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"], Outcome.ERROR, "http 307"),
+        ([b"not http at all\r\n\r\n"], Outcome.CUT, "connection lost"),
+        ([HEAD.replace(b"close", b"close\r\ntransfer-encoding: chunked"), b"zz\r\n"], Outcome.CUT, "connection lost"),
+        ([HEAD, text("one"), b": ping\n\n", 0.1, b": ping\n\n", 5.0], Outcome.TIMEOUT, "no end after 0.3 s"),
         ([HEAD, text(""), text("", "stop"), DONE], Outcome.ERROR, "empty answer"),
         ([HEAD, text("one"), 5.0], Outcome.TIMEOUT, "no end after 0.3 s"),
         ([HEAD, text("one"), text("", "stop")], Outcome.OK, None),
     ],
 )
 def test_what_a_server_does_wrong_is_an_outcome(serve: Any, steps: list[Any], outcome: Outcome, error: str) -> None:
-    record = only(ask(serve, script(*steps), timeout_s=0.3)[0])
+    timeout_s = 0.3 if outcome is Outcome.TIMEOUT else 20.0
+    record = only(ask(serve, script(*steps), timeout_s=timeout_s)[0])
     assert (record.outcome, record.error) == (outcome, error)
+    assert math.isfinite(e2e(record)) == (outcome is Outcome.OK)
+    assert from_table(to_table([record])) == [record]
+
+
+def test_what_a_server_says_of_an_error_is_kept_beside_its_kind(serve: Any) -> None:
+    said = json.dumps({"error": {"message": "too long:\n 9 of 8"}}).encode()
+    busy = b"HTTP/1.1 429 Busy\r\nRetry-After: 7\r\ncontent-length: %d\r\n\r\n" % len(said) + said
+    run, served, _ = ask(serve, script(busy))
+    assert (only(run).error, only(run).error_detail) == ("http 429", "too long: 9 of 8; Retry-After: 7")
+    assert len(served.bodies) == 1  # it is not sent again
+    record = only(ask(serve, script(HEAD, event({"error": {"message": "out of memory"}})))[0])
+    assert record.error_detail == "out of memory"
+
+
+def test_a_path_that_is_not_there_is_named(serve: Any) -> None:
+    missing = b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\n\r\n"
+    assert only(ask(serve, script(missing), endpoint="chat")[0]).error == "http 404 at /v1/chat/completions"
+
+    async def prime() -> None:
+        async with serve(script(missing)) as served:
+            target = OpenAITarget(served.url)
+            await target.open()
+            try:
+                await target.prime(list(islice(stdlib_documents(0, (50, 60)), 1)))
+            finally:
+                await target.close()
+
+    with pytest.raises(TargetError, match="while document 0 was primed: http 404 at /v1/completions"):
+        asyncio.run(prime())
+
+
+def test_a_refused_key_is_not_repeated(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("TINY_KEY", "s3cret")
+    said = b'{"error": {"message": "no such key: s3cret"}}'
+    refused = b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n" % len(said) + said
+    record = only(ask(serve, script(refused), api_key_env="TINY_KEY")[0])
+    assert (record.error, record.error_detail) == ("http 401", None)
+
+
+@pytest.mark.parametrize("key", ["s3cret\nx: y", "s3crét"])
+def test_a_key_that_no_header_holds_is_a_user_error(monkeypatch: Any, key: str) -> None:
+    monkeypatch.setenv("TINY_KEY", key)
+    with pytest.raises(BadParameterError, match="TINY_KEY") as caught:
+        open_and_close(OpenAITarget("http://127.0.0.1:9", api_key_env="TINY_KEY"))
+    assert "s3cr" not in str(caught.value)
+
+
+STREAM = (
+    b": a comment\n\n"
+    + text("Grüße 日本")
+    + b"event: message\nid: 7\n"
+    + text("", None)
+    + text(" three").replace(b"\n", b"\r\n")
+    + b'data: {"choices": [\ndata: {"text": " four", "finish_reason": "length"}]}\n\n'
+    + b": ping\r\n\r\n"
+    + usage(completion=9)
+    + DONE
+)
+
+
+def parsed(blocks: list[bytes]) -> list[Chunk]:
+    async def body() -> AsyncGenerator[bytes, None]:
+        for block in blocks:
+            yield block
+
+    async def main() -> list[Chunk]:
+        return [chunk async for chunk in chunks(body())]
+
+    return asyncio.run(main())
+
+
+@given(cuts=st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_it_does_not_matter_where_a_stream_is_cut_into_reads(cuts: list[int]) -> None:
+    """Inside a character, between CR and LF, between two lines of one event."""
+    places = [0, *sorted(cuts), len(STREAM)]
+    blocks = [STREAM[begin:end] for begin, end in pairwise(places)]
+    assert parsed(blocks) == parsed([STREAM])
+    assert [chunk.num_tokens for chunk in parsed(blocks)] == [1, 0, 1, 1, 0]
+
+
+@given(junk=st.binary(max_size=60), at=st.integers(0, len(STREAM)))
+def test_whatever_is_in_a_stream_it_is_an_answer_or_a_request_error(junk: bytes, at: int) -> None:
+    with suppress(RequestError):
+        assert sum(chunk.num_tokens for chunk in parsed([STREAM[:at] + junk + STREAM[at:]])) <= 5
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner),
+    max_leaves=12,
+)
+
+
+@given(message=st.dictionaries(st.sampled_from(KEYS), json_values))
+def test_whatever_an_event_says_it_is_a_chunk_or_a_request_error(message: dict[str, Any]) -> None:
+    with suppress(RequestError):
+        for chunk in parsed([event(message)]):
+            for count in (chunk.served.num_prompt_tokens, chunk.served.num_cached_tokens) if chunk.served else ():
+                assert count is None or 0 <= count < 2**53
+
+
+def test_an_event_without_end_is_given_up() -> None:
+    with pytest.raises(RequestError, match="event too long"):
+        parsed([b"data: "] + [b"x" * 65536] * 100)
 
 
 def test_bundled_and_split_events(serve: Any) -> None:
-    whole = (
-        HEAD + text("one two") + text("", None) + b": a comment\n\n" + text(" three", "length").replace(b"\n", b"\r\n")
-    )
-    rest = usage(completion=9) + DONE
-    steps = [whole[:80], 0.02, whole[80:95], 0.02, whole[95:], rest]
-    record = only(ask(serve, script(*steps))[0])
+    record = only(ask(serve, script(HEAD, STREAM[:80], 0.02, STREAM[80:95], 0.02, STREAM[95:]))[0])
     assert record.outcome is Outcome.OK
-    assert len(record.token_times_s) == 2
+    assert len(record.token_times_s) == 3
     assert record.num_output_tokens == 9
+
+
+def test_usage_in_every_chunk_is_counted_once(serve: Any) -> None:
+    def growing(word: str, count: int, finish: str | None = None) -> bytes:
+        counts = {"prompt_tokens": 10, "completion_tokens": count, "prompt_tokens_details": {"cached_tokens": 4}}
+        return event({"choices": [{"text": word, "finish_reason": finish}], "usage": counts})
+
+    run, _, _ = ask(serve, script(HEAD, growing("a", 1), growing("b", 2), growing("c", 3, "stop"), DONE), 2)
+    assert [r.num_output_tokens for r in measured(run.records)] == [3, 3]
+    assert run.counters_after == {"num_queried_tokens": 20, "num_cached_tokens": 8}
+
+
+def test_this_projects_server_says_where_the_time_went(serve: Any) -> None:
+    account = {"queue_s": 0.25, "prefill_s": 0.1, "decode_s": 0.05, "stalled_s": 0.0, "scheduling_s": 0.01}
+    counts = {"prompt_tokens": 10, "completion_tokens": 1, "p99lab_timeline": {**account, "num_preemptions": 2}}
+    record = only(ask(serve, script(HEAD, text("one", "length"), event({"choices": [], "usage": counts}), DONE))[0])
+    assert {name: getattr(record, name) for name in account} == account
+    assert record.num_preemptions == 2
+    shares = attribution(record)
+    assert shares is not None
+    assert sum(shares.values()) == pytest.approx(e2e(record))
+
+
+def test_a_tokenizer_counts_where_the_server_does_not(serve: Any) -> None:
+    options: dict[str, Any] = {"ids": True, "tokenize": lambda text: list(text.encode())}
+    record = only(ask(serve, script(HEAD, text("one two"), text("!", "stop"), DONE), **options)[0])
+    assert (record.num_output_tokens, len(record.token_times_s)) == (8, 2)
+    assert (record.num_prompt_tokens, record.num_prompt_tokens_sent) == (3, 3)
+    record = only(ask(serve, script(HEAD, GOOD), **options)[0])
+    assert record.num_output_tokens == 3  # the server's own count is taken
+    assert (record.num_prompt_tokens, record.num_prompt_tokens_sent) == (10, 3)  # and the drift stays visible
+    assert only(ask(serve, script(HEAD, GOOD))[0]).num_prompt_tokens_sent is None
 
 
 def test_without_usage_chunks_are_counted(serve: Any) -> None:
@@ -208,16 +384,24 @@ def open_and_close(target: OpenAITarget) -> None:
 
 
 def test_an_endpoint_that_is_not_there_is_one_line() -> None:
-    with pytest.raises(TargetError, match=r"http://127\.0\.0\.1:9/v1 does not answer") as caught:
+    with pytest.raises(TargetError, match=r"http://127\.0\.0\.1:9/v1 does not answer: connection refused$") as caught:
         open_and_close(OpenAITarget("http://127.0.0.1:9"))
     assert caught.value.exit_code == 5
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "inprocess", "ftp://host", ""])
+@pytest.mark.parametrize(
+    "url", ["127.0.0.1:8000", "inprocess", "ftp://host", "", "http://[::1", "http://h:99999", "http://:80"]
+)
 def test_what_is_no_url_is_one_line(url: str) -> None:
     with pytest.raises(BadParameterError, match="neither in-process nor a URL"):
         OpenAITarget(url)
+
+
+def test_a_password_does_not_belong_in_a_url() -> None:
+    with pytest.raises(BadParameterError, match="environment variable") as caught:
+        OpenAITarget("http://me:s3cret@host")
+    assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("url", "base"), [("http://h:1", "http://h:1/v1"), ("http://h/api/v3/", "http://h/api/v3")])
@@ -225,9 +409,37 @@ def test_v1_is_added_to_a_bare_host(url: str, base: str) -> None:
     assert OpenAITarget(url).base_url == base
 
 
-def test_an_unknown_model_is_one_line(serve: Any) -> None:
-    with pytest.raises(BadParameterError, match="did you mean 'tiny'"):
+def test_a_model_that_is_not_listed_is_one_line(serve: Any) -> None:
+    with pytest.raises(TargetError, match=r"did you mean 'tiny'\? \(it lists: tiny\)$") as caught:
         ask(serve, script(HEAD, GOOD), model="tinny")
+    assert caught.value.exit_code == 5
+
+
+def test_why_there_is_no_connection() -> None:
+    for cause, why in (
+        (ConnectionRefusedError(111, "refused"), "connection refused"),
+        (socket.gaierror(-2, "Name or service not known"), "no such host"),
+        (OSError(24, "Too many open files"), "Too many open files"),
+        (None, "connection failed"),
+    ):
+        error = httpx.ConnectError("All connection attempts failed")
+        error.__cause__ = cause if cause is None else ExceptionGroup("attempts", [cause])
+        assert connect_failure(error) == why
+
+
+def test_a_server_without_tls_is_one_line() -> None:
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+            await OpenAITarget(f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}").open()
+
+    with pytest.raises(TargetError, match="does not answer: TLS: ") as caught:
+        asyncio.run(main())
+    assert "\n" not in str(caught.value)
 
 
 def test_ids_without_text_cannot_go_to_chat(serve: Any) -> None:

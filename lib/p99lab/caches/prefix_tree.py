@@ -89,12 +89,14 @@ class PrefixTree:
         self._order: EvictionOrder[Node] = EvictionOrder(least_recently_used)
         self._clock = 0
 
-    def grant(self, token_ids: IntArray, num_tokens: int) -> Grant | None:
+    def grant(self, token_ids: IntArray, num_tokens: int, max_cached_tokens: int | None = None) -> Grant | None:
         """Match, pin and allocate pages for the first `num_tokens` of `token_ids`, evicting as needed.
 
-        At least one token is left to compute. None when the pages cannot be had; then nothing at all has changed.
+        No more than `max_cached_tokens` come from the tree (0: all are to be computed), and at least one token is left
+        to compute. None when the pages cannot be had; then nothing at all has changed.
         """
-        match = self._match(token_ids[: num_tokens - 1] if self.enabled else NO_PAGES)
+        num_wanted = num_tokens - 1 if max_cached_tokens is None else min(num_tokens - 1, max_cached_tokens)
+        match = self._match(token_ids[:num_wanted] if self.enabled else NO_PAGES)
         grant = self._take(match, num_tokens)
         if grant is None and match.source is not None:  # the source may be the very page that is missing
             grant = self._take(replace(match, source=None, num_tail_tokens=0), num_tokens)

@@ -30,7 +30,8 @@ def proof(
             for check in proofs.checks(part, Path(work)):
                 made.append(check)
                 mark = "holds" if check.passed else "FAILS"
-                out.print(f"{part}: {check.name}: {check.found} ({check.expected}) {mark}", markup=False)
+                why = "" if check.passed or not check.note else f": {check.note}"
+                out.print(f"{part}: {check.name}: {check.found} ({check.expected}) {mark}{why}", markup=False)
         record = proofs.record(part, began, made)
         proofs.publish(record, folder or project.outputs_dir() / "published" / "proof")
         all_passed = all_passed and record.passed

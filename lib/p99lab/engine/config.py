@@ -34,13 +34,15 @@ class SchedulerConfig(StrictModel):
     """How a step is put together.
 
     `stock`: whole prompts, decode only when no admitted prompt waits. `chunked`: decode rows first, then as many prompt
-    tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims.
+    tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims. While
+    `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never).
     """
 
     composition: Literal["stock", "chunked"] = "chunked"
     policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
     max_num_batched_tokens: int = Field(2048, ge=1)
     max_num_seqs: int = Field(64, ge=1)
+    max_num_waiting: int | None = Field(None, ge=1)
 
 
 class GroupingConfig(StrictModel):

@@ -10,7 +10,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -26,7 +26,6 @@ from p99lab.engine.interrupts import uninterrupted
 from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.model_store import load
-from p99lab.engine.plan import Logprobs
 from p99lab.engine.prompts import Prompt as Prompt
 from p99lab.engine.prompts import check_limits, encode
 from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams, Share, Status
@@ -161,8 +160,9 @@ class Engine:
                 for another thread that does. When it raises, that is logged and its request cancelled.
 
         Raises:
-            BadParameterError: a prompt as `encode` refuses it, an id in use, or more tokens than the model or the page
-                pool can hold.
+            BadParameterError: a prompt as `encode` refuses it, an id in use, more tokens than the model or the page
+                pool can hold, or more log-probabilities than the model has tokens.
+            QueueFullError: `max_num_waiting` requests wait already; nothing has changed.
         """
         sampling = sampling or SamplingParams()
         token_ids = self.encode(prompt)
@@ -252,6 +252,7 @@ class Engine:
 
         Raises:
             BadParameterError: as `add`, or not one sampling for each prompt; then none of the batch has run.
+            QueueFullError: the batch is larger than what may wait; none of it has run.
         """
         each = list(sampling) if isinstance(sampling, Sequence) else [sampling] * len(prompts)
         if isinstance(prompts, str):
@@ -426,28 +427,30 @@ class Engine:
         if live.text.stopped:
             self._scheduler.finish(request, FinishReason.STOP)
         reason = FinishReason.STOP if live.text.stopped else request.finish_reason
+        event = TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs)
+        if request.num_output_tokens == 1 and request.prompt_logprobs:
+            event = replace(event, prompt_logprobs=tuple(request.prompt_logprobs))
         if reason is None:
-            self._post(live, TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs))
+            self._post(live, event)
         else:
             request.timeline.book(Share.SCHEDULING, now_s)
-            self._end(live, change.token_id, text + live.text.flush(), change.logprobs, reason)
+            self._end(live, replace(event, text=text + live.text.flush()), reason)
 
     def _abort(self, live: Live, reason: FinishReason) -> None:
         """Tell a request's end outside a step, to its client alone."""
         holds_pages = live.request.status is Status.RUNNING
-        live.request.timeline.book(Share.SCHEDULING if holds_pages else Share.QUEUE, self.clock())
-        self._end(live, None, "", None, reason)
+        now_s = self.clock()
+        live.request.timeline.book(Share.SCHEDULING if holds_pages else Share.QUEUE, now_s)
+        self._end(live, TokenEvent(live.request.request_id, None, "", now_s), reason)
 
-    def _end(
-        self, live: Live, token_id: int | None, text: str, logprobs: Logprobs | None, reason: FinishReason
-    ) -> None:
+    def _end(self, live: Live, event: TokenEvent, reason: FinishReason) -> None:
         """Post a request's last event, with its bill."""
         request = live.request
         timeline = request.timeline
         timeline.finished_s = timeline.accounted_s
         usage = Usage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens, timeline)
         del self._live[request.request_id]
-        self._post(live, TokenEvent(request.request_id, token_id, text, timeline.finished_s, logprobs, reason, usage))
+        self._post(live, replace(event, time_s=timeline.finished_s, finish_reason=reason, usage=usage))
 
     def _post(self, live: Live, event: TokenEvent) -> None:
         if live.on_event is None:

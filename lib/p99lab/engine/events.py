@@ -25,6 +25,7 @@ class TokenEvent:
 
     `text` is what became certain with this token: nothing while a character or a possible stop string is incomplete.
     `time_s` is on the engine's clock. `finish_reason` and `usage` are set on a request's last event only.
+    `prompt_logprobs`, where asked for, comes with the first token: one entry for each prompt token, None for the first.
     """
 
     request_id: str
@@ -34,6 +35,7 @@ class TokenEvent:
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Completion:
     logprobs: list[Logprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
+    prompt_logprobs: tuple[Logprobs | None, ...] | None = None
 
     def add(self, event: TokenEvent) -> None:
         self.text += event.text
@@ -53,6 +56,8 @@ class Completion:
             self.token_ids.append(event.token_id)
         if event.logprobs is not None:
             self.logprobs.append(event.logprobs)
+        if event.prompt_logprobs is not None:
+            self.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason, self.usage = event.finish_reason, event.usage
 

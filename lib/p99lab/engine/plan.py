@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from p99lab.caches.pages import PageCopy as PageCopy
 from p99lab.engine.request import IntArray, SamplingParams
+from p99lab.engine.request import Logprobs as Logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,8 @@ class Row:
     `token_ids`: [num_scheduled_tokens] int32. `page_table`: int32, one page for every page_size of the
     `num_computed_tokens + num_scheduled_tokens` tokens that the row's last token attends to. Both are copies, so that
     the scheduler may go on while the step runs. `samples`: the row reaches its request's last token, whose logits
-    choose the next.
+    choose the next. `target_ids`: int32, the prompt tokens that the row's first tokens predict, where the request asks
+    for their log-probabilities; else None.
     """
 
     request_id: str
@@ -26,6 +29,7 @@ class Row:
     samples: bool
     sampling: SamplingParams
     num_output_tokens: int  # tokens sampled before this step: the position in the request's random stream
+    target_ids: IntArray | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -66,17 +70,13 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """Log-probabilities of one sampled position: the chosen token's, and the `top` asked for as (id, logprob)."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """`token_ids[i]` is what row i sampled, or None where the row did not sample; `logprobs[i]` likewise."""
+    """`token_ids[i]` is what row i sampled, or None where the row did not sample; `logprobs[i]` likewise.
+
+    `prompt_logprobs[i]`: one for each of row i's `target_ids`; rows without any are left out.
+    """
 
     epoch: int
     token_ids: tuple[int | None, ...]
     logprobs: tuple[Logprobs | None, ...]
+    prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)

@@ -36,8 +36,9 @@ def check_limits(num_prompt_tokens: int, sampling: SamplingParams, geometry: Geo
         raise BadParameterError(
             f"{num_prompt_tokens} prompt tokens and {sampling.max_tokens} to generate exceed the model's {limit}"
         )
-    if sampling.logprobs is not None and sampling.logprobs > geometry.vocab_size:
-        raise BadParameterError(f"logprobs={sampling.logprobs} exceeds the vocabulary of {geometry.vocab_size}")
+    for name, num_top in (("logprobs", sampling.logprobs), ("prompt_logprobs", sampling.prompt_logprobs)):
+        if num_top is not None and num_top > geometry.vocab_size:
+            raise BadParameterError(f"{name}={num_top} exceeds the vocabulary of {geometry.vocab_size}")
 
 
 def _checked(ids: object, vocab_size: int) -> IntArray:

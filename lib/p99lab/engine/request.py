@@ -18,7 +18,8 @@ class SamplingParams:
 
     `temperature` 0 is greedy. `seed` makes a request's tokens independent of the batch it runs in; without one the
     engine derives it from its own seed and the request's number. `logprobs` asks for that many top log-probabilities
-    beside the chosen token's own (0: the chosen one alone; None: none).
+    beside the chosen token's own (0: the chosen one alone; None: none). `prompt_logprobs` asks for the same of every
+    prompt token, given those before it; such a prompt is computed whole, the prefix cache is not read for it.
 
     Raises:
         BadParameterError: a value out of range.
@@ -34,6 +35,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, ok in (
@@ -44,9 +46,18 @@ class SamplingParams:
             ("min_p", 0.0 <= self.min_p <= 1.0),
             ("stop", isinstance(self.stop, tuple) and "" not in self.stop),
             ("logprobs", self.logprobs is None or self.logprobs >= 0),
+            ("prompt_logprobs", self.prompt_logprobs is None or self.prompt_logprobs >= 0),
         ):
             if not ok:
                 raise BadParameterError(f"{name}={getattr(self, name)!r} is out of range")
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one position: of the token that stands there, and the `top` asked for as (id, logprob)."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class Status(enum.Enum):
@@ -113,7 +124,8 @@ class Request:
 
     `tokens` is an int32 buffer of capacity prompt + max_tokens; its first `num_tokens` entries are valid, and of
     those the first `num_prompt_tokens` were asked for. `page_table` has room for every token of the buffer; its first
-    `num_pages` entries are valid.
+    `num_pages` entries are valid. `prompt_logprobs`, where asked for, grows to one entry for each prompt token; that of
+    the first is None.
     """
 
     request_id: str
@@ -129,6 +141,7 @@ class Request:
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     page_table: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     num_pages: int = 0
+    prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
 
@@ -161,6 +174,7 @@ class Request:
             deadline_s=deadline_s,
             num_tokens=num_prompt_tokens,
             page_table=np.empty(-(-len(tokens) // page_size), np.int32),
+            prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
         )
 
     @property
@@ -181,6 +195,20 @@ class Request:
     def is_prefill(self) -> bool:
         """Whether prompt tokens are still to be computed (after a preemption: output tokens are computed as prompt)."""
         return self.num_computed_tokens < self.num_prompt_tokens
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether log-probabilities of its prompt are asked for and not all known yet."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many first tokens may come from the cache: all but the last, or those whose successors are scored."""
+        return len(self.prompt_logprobs) - 1 if self.scores_prompt else self.num_tokens - 1
+
+    def target_ids(self, start: int, stop: int) -> IntArray | None:
+        """The prompt tokens that positions start … stop - 1 predict, as a copy; None where no scores are missing."""
+        return self.tokens[start + 1 : min(stop + 1, self.num_prompt_tokens)].copy() if self.scores_prompt else None
 
     def append_token(self, token_id: int) -> None:
         self.tokens[self.num_tokens] = token_id

@@ -9,7 +9,10 @@ from p99lab.engine.attention.base import AttentionBackend
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.plan import Logprobs, StepPlan, StepResult
-from p99lab.engine.sampler import sample
+from p99lab.engine.request import IntArray, SamplingParams
+from p99lab.engine.sampler import sample, score
+
+NUM_SCORED_AT_ONCE = 256  # prompt tokens whose logits exist at the same time: with 128K words, 0.1 GiB
 
 
 class ModelRunner:
@@ -36,7 +39,22 @@ class ModelRunner:
             sampled, asked = sample(logits, [plan.rows[i] for i in sampling], self._seed)
             for i, token_id, logprob in zip(sampling, sampled, asked, strict=True):
                 token_ids[i], logprobs[i] = token_id, logprob
-        return StepResult(plan.epoch, tuple(token_ids), tuple(logprobs))
+        prompt_logprobs = {
+            i: self._score(hidden[int(ends[i]) - row.num_scheduled_tokens :], row.target_ids, row.sampling)
+            for i, row in enumerate(plan.rows)
+            if row.target_ids is not None
+        }
+        return StepResult(plan.epoch, tuple(token_ids), tuple(logprobs), prompt_logprobs)
+
+    def _score(self, hidden: torch.Tensor, target_ids: IntArray, sampling: SamplingParams) -> tuple[Logprobs, ...]:
+        """Log-probabilities of a row's n targets. hidden: [>= n, hidden], from the row's first token on."""
+        targets = torch.from_numpy(target_ids.astype(np.int64)).to(hidden.device)
+        scores: list[Logprobs] = []
+        for start in range(0, len(targets), NUM_SCORED_AT_ONCE):
+            some = targets[start : start + NUM_SCORED_AT_ONCE]
+            logits = self._model.logits(hidden[start : start + len(some)])  # [<= NUM_SCORED_AT_ONCE, vocab]
+            scores += score(logits, some, sampling.prompt_logprobs or 0)
+        return tuple(scores)
 
     def _inputs(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids and positions of the step, [T] int64 each."""

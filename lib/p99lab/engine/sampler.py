@@ -33,6 +33,22 @@ def sample(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> tupl
     return token_ids, _logprobs(logits, rows, chosen)
 
 
+def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> list[Logprobs]:
+    """The model's log-probabilities of given tokens, and of the `num_top` most probable ones beside each.
+
+    Args:
+        logits: [R, vocab] float32; left as it is.
+        token_ids: [R] int64.
+    """
+    logprobs = logits.log_softmax(-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])[:, 0].tolist()
+    values, ids = (top.tolist() for top in logprobs.topk(num_top))
+    return [
+        Logprobs(own, tuple(zip(row_ids, row_values, strict=True)))
+        for own, row_ids, row_values in zip(chosen, ids, values, strict=True)
+    ]
+
+
 def _draw(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch.Tensor:
     """Invert the truncated, tempered distribution at one uniform number a row. Returns [R] int64."""
     column = _columns([row.sampling for row in rows], logits.device)
@@ -71,10 +87,6 @@ def _uniform(row: Row, default_seed: int) -> float:
 def _logprobs(logits: torch.Tensor, rows: Sequence[Row], chosen: torch.Tensor) -> list[Logprobs | None]:
     result: list[Logprobs | None] = [None] * len(rows)
     for i, row in enumerate(rows):
-        if row.sampling.logprobs is None:
-            continue
-        logprobs = logits[i].log_softmax(-1)
-        values, ids = logprobs.topk(row.sampling.logprobs)
-        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
-        result[i] = Logprobs(float(logprobs[chosen[i]]), top)
+        if row.sampling.logprobs is not None:
+            (result[i],) = score(logits[i : i + 1], chosen[i : i + 1], row.sampling.logprobs)
     return result

@@ -18,10 +18,10 @@ from p99lab.caches.pages import PageCopy
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.grouping import group_rows, prefix_order
-from p99lab.engine.plan import Logprobs, Row, StepPlan, StepResult
+from p99lab.engine.plan import Row, StepPlan, StepResult
 from p99lab.engine.policy import POLICIES
-from p99lab.engine.request import FinishReason, Request, Status
-from p99lab.errors import AccountingError, BadParameterError
+from p99lab.engine.request import FinishReason, Logprobs, Request, Status
+from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
 NUM_PROTECTED = 4  # waiting requests whose cached prefix is evicted last; matching more would cost the step
 
@@ -50,7 +50,7 @@ class Change:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. Queries count each request once, at its first admission."""
+    """Since the start. Queries count each request that may read the cache once, at its first admission."""
 
     num_queries: int = 0
     num_hits: int = 0  # queries that found at least one token
@@ -145,12 +145,13 @@ class Scheduler:
         self.counters = Counters()
         self.tree = tree
         self._max_num_seqs = config.max_num_seqs
+        self._max_num_waiting = config.max_num_waiting
         self._grouping = grouping
         self._policy = POLICIES[config.policy]
         self._composition: Composition = COMPOSITIONS[config.composition](config.max_num_batched_tokens)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
-        self._queried: set[str] = set()  # live requests that were admitted before
+        self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
         self._copies: list[PageCopy] = []  # granted, and their step has not ended
         self._ending: dict[str, FinishReason] = {}  # end when the step in flight does
         self._in_flight: StepPlan | None = None
@@ -166,6 +167,7 @@ class Scheduler:
         Raises:
             RequestTooLargeError: the pool could not hold it even alone.
             BadParameterError: its id is in use.
+            QueueFullError: as many as may wait for their first admission do.
         """
         pool = self.tree.pool
         num_pages = pool.pages_for(len(request.tokens) - 1)  # the last token sampled is never computed
@@ -176,6 +178,7 @@ class Scheduler:
             )
         if request.request_id in self._requests:
             raise BadParameterError(f"request id '{request.request_id}' is in use")
+        self._require_place()
         self._requests[request.request_id] = request
         self.waiting.append(request)
 
@@ -222,11 +225,14 @@ class Scheduler:
             self.tree.finish_copy(copy)
         self._copies = []
         changes = []
-        for row, token_id, logprobs in zip(plan.rows, result.token_ids, result.logprobs, strict=True):
+        for index, (row, token_id, logprobs) in enumerate(
+            zip(plan.rows, result.token_ids, result.logprobs, strict=True)
+        ):
             if (token_id is not None) != row.samples:
                 raise AccountingError(f"'{row.request_id}' sampled {token_id}, planned was {row.samples}")
             request = self._requests[row.request_id]
             self._advance(request, row.num_scheduled_tokens)
+            self._keep_scores(request, row, result.prompt_logprobs.get(index, ()))
             if token_id is not None and request.request_id not in self._ending:
                 self._append(request, token_id)
                 changes.append(Change(request, token_id, logprobs))
@@ -253,6 +259,7 @@ class Scheduler:
                 (is_running or request.num_pages == 0, "waits and holds pages"),
                 (is_running or request.num_computed_tokens == 0, "waits and counts computed tokens"),
                 (request.num_computed_tokens < request.num_tokens, "has nothing to compute"),
+                (request.num_computed_tokens <= request.num_reusable_tokens, "has computed tokens and not scored them"),
                 (request.num_computed_tokens <= request.num_pages * size, "has computed more than its pages hold"),
             ):
                 if not ok:
@@ -262,6 +269,13 @@ class Scheduler:
         if self._in_flight is None and (self._copies or self._ending):
             raise AccountingError("no step is in flight, and something waits for its end")
 
+    def _require_place(self) -> None:
+        if self._max_num_waiting is None:
+            return
+        num_newcomers = sum(request.request_id not in self._once_admitted for request in self.waiting)
+        if num_newcomers >= self._max_num_waiting:  # those that gave way were let in before, and take nobody's place
+            raise QueueFullError(f"the queue is full: {num_newcomers} requests wait already")
+
     def _sort(self, requests: list[Request], now: float) -> None:
         requests.sort(key=lambda request: self._policy(request, now))
 
@@ -270,7 +284,7 @@ class Scheduler:
         pool = self.tree.pool
         if self.waiting and pool.num_free < pool.pages_for(self.waiting[0].num_tokens):
             for request in reversed(self.waiting[:NUM_PROTECTED]):
-                self.tree.touch(request.token_ids)
+                self.tree.touch(request.token_ids[: request.num_reusable_tokens])
 
     def _grow(self) -> list[Request]:
         """Give every running request pages for all its tokens, the most urgent first. The least urgent give way."""
@@ -315,7 +329,7 @@ class Scheduler:
         return admitted
 
     def _start(self, request: Request) -> bool:
-        grant = self.tree.grant(request.token_ids, request.num_tokens)
+        grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens)
         if grant is None:
             return False
         request.num_pages = len(grant.pages)
@@ -324,12 +338,13 @@ class Scheduler:
         request.status = Status.RUNNING
         if grant.copy is not None:
             self._copies.append(grant.copy)
-        if request.request_id not in self._queried:
-            self._count_query(request, grant.num_cached_tokens)
+        if request.request_id not in self._once_admitted:
+            self._once_admitted.add(request.request_id)
+            if not request.scores_prompt:
+                self._count_query(request, grant.num_cached_tokens)
         return True
 
     def _count_query(self, request: Request, num_cached_tokens: int) -> None:
-        self._queried.add(request.request_id)
         request.num_cached_tokens = num_cached_tokens
         self.counters.num_queries += 1
         self.counters.num_hits += num_cached_tokens > 0
@@ -358,6 +373,7 @@ class Scheduler:
             samples=stop == request.num_tokens,
             sampling=request.sampling,
             num_output_tokens=request.num_output_tokens,
+            target_ids=request.target_ids(start, stop),
         )
 
     def _advance(self, request: Request, num_tokens: int) -> None:
@@ -368,6 +384,13 @@ class Scheduler:
         if request.num_computed_tokens // size > num_full_before:
             kept = self.tree.insert(request.tokens[: request.num_computed_tokens], request.pages)
             request.page_table[: len(kept)] = kept
+
+    def _keep_scores(self, request: Request, row: Row, scores: Sequence[Logprobs]) -> None:
+        if len(scores) != (0 if row.target_ids is None else len(row.target_ids)):
+            raise AccountingError(f"'{row.request_id}' got {len(scores)} scores of its prompt, asked were others")
+        if scores:
+            first = row.num_computed_tokens + 1
+            request.prompt_logprobs[first : first + len(scores)] = scores
 
     def _append(self, request: Request, token_id: int) -> None:
         request.append_token(token_id)
@@ -387,7 +410,7 @@ class Scheduler:
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
-        self._queried.discard(request.request_id)
+        self._once_admitted.discard(request.request_id)
 
     def _release(self, request: Request) -> None:
         """Leave all that a request has computed in the tree, its partial last page too, and give its pages back."""

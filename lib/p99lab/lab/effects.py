@@ -25,8 +25,8 @@ EFFECTS = "metrics/effects.parquet"
 class Effect:
     """How many times shorter `metric` became when `measure` was added to `against`: above 1 it helps.
 
-    `load` in a few words (closed, 4 clients). `conditions`: what the answer depends on, such as the number of documents and
-    their length. `ci_low`, `ci_high`: 95 % bounds of `ratio`, None where a side cannot be had.
+    `load` in a few words (closed, 4 clients). `conditions`: what the answer depends on, such as the number of documents
+    and their length. `ci_low`, `ci_high`: 95 % bounds of `ratio`, None where a side cannot be had.
     """
 
     measure: str

@@ -7,26 +7,34 @@ reply came, saves atomically and at a bounded cost, and ends in order on a time-
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
+import re
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from p99lab.errors import P99labError
-from p99lab.lab.kernel import run_kernel
-from p99lab.lab.run_folder import UnwritableError
+from p99lab.lab.kernel import Kernel, run_kernel
+from p99lab.lab.reserve import disk_reserve
+from p99lab.lab.run_folder import RunFolder, UnwritableError
+from p99lab.lab.watchdog import Limits, Watchdog, file_age_s
 
 if TYPE_CHECKING:
-    from jupyter_client.manager import AsyncKernelManager
+    from jupyter_client.asynchronous.client import AsyncKernelClient
     from nbclient import NotebookClient
     from nbformat import NotebookNode
 
+STACKS = "stacks.txt"
+
 _CELL_FAILED = 10
+_OUT_OF_GPU_MEMORY = re.compile(r"\b(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory")
+_SAID_BY = r"(?:[\w.]*\.)?(?:OutOfMemoryError|AcceleratorError|RuntimeError)"  # torch's, newest first
+_CAUSE_IN_TRACEBACK = re.compile(rf"^{_SAID_BY}: {_OUT_OF_GPU_MEMORY.pattern}", re.MULTILINE)
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _START_TIMEOUT_S = 120.0
 _INTERRUPT_GRACE_S = 3.0  # for a cell to come to rest, and its last output to arrive, after an interrupt
 _OUTPUT_TIMEOUT_S = 30
@@ -190,118 +198,141 @@ class Execution:
     save: Callable[[NotebookNode], object]
     observer: Observer
     stop: StopSignal
-    cell_timeout_s: float | None = None
+    limits: Limits = field(default_factory=Limits)
     ending: Ending | None = None
     cells: list[dict[str, Any]] | None = None
     save_problems: list[str] | None = None
+    _stacks: str = field(default="", init=False, repr=False)
 
     def run(self, notebook: NotebookNode) -> None:
-        """Run all cells in a kernel of their own; outputs, marks and the reason of the end are in the notebook."""
+        """Run all cells in a kernel of their own; outputs, marks and the reason of the end are in the notebook.
+
+        Raises:
+            UnwritableError: the disk has no room for the notebook as it ended; the last one saved stays.
+        """
         started_s = time.monotonic()
         journal = Journal(notebook, self.save, self.observer)
         failure: Exception | None = None
         try:
-            self.ending = asyncio.run(self._run(notebook, journal))
+            with disk_reserve(self.run_dir):
+                self.ending = asyncio.run(self._run(notebook, journal))
         except Exception as error:  # recorded first, then the caller's
             failure, self.ending = error, of_failure(error)
-        journal.run_ended(self.ending, time.monotonic() - started_s)
-        self.cells, self.save_problems = journal.cells(), journal.save_problems
+        try:
+            self.ending = self._with_stacks(self.ending, journal)
+            journal.run_ended(self.ending, time.monotonic() - started_s)
+        finally:
+            self.cells, self.save_problems = journal.cells(), journal.save_problems
         if failure is not None:
             raise failure
 
     async def _run(self, notebook: NotebookNode, journal: Journal) -> Ending:
-        async with run_kernel(self.run_dir, self.environment) as manager:
-            session = _Session(notebook, manager, journal, self.stop, self.cell_timeout_s)
-            ending = await session.run()
+        async with run_kernel(self.run_dir, self.environment) as kernel:
+            watchdog = Watchdog(self.limits, lambda: file_age_s(self.run_dir))
+            ending = await _Session(notebook, kernel, journal, self.stop, watchdog).run()
+            self._stacks = kernel.stacks()
             if ending.exit_code != 0:
-                await manager.shutdown_kernel(now=True)
+                await kernel.kill()
             return ending
+
+    def _with_stacks(self, ending: Ending, journal: Journal) -> Ending:
+        """Keep what the kernel has dumped beside the notebook; the reason says where."""
+        if not self._stacks:
+            return ending
+        try:
+            RunFolder(self.run_dir).write(STACKS, f"{ending.reason}\n\n{self._stacks}")
+        except UnwritableError as error:
+            journal.save_problems.append(f"{_now()}: {error}")
+            return ending
+        return replace(ending, reason=f"{ending.reason}; every thread's stack is in {STACKS}")
+
+
+class _Ends(NamedTuple):
+    """What may end a run from outside: a signal, or a limit that was passed, in words."""
+
+    stopped: asyncio.Future[None]
+    expired: asyncio.Future[str]
 
 
 class _Session:
     """One notebook on one kernel."""
 
     def __init__(
-        self,
-        notebook: NotebookNode,
-        manager: AsyncKernelManager,
-        journal: Journal,
-        stop: StopSignal,
-        cell_timeout_s: float | None,
+        self, notebook: NotebookNode, kernel: Kernel, journal: Journal, stop: StopSignal, watchdog: Watchdog
     ) -> None:
         self._notebook = notebook
-        self._manager = manager
+        self._kernel = kernel
         self._journal = journal
         self._stop = stop
-        self._cell_timeout_s = cell_timeout_s
+        self._watchdog = watchdog
 
     async def run(self) -> Ending:
-        stopped = asyncio.ensure_future(self._stop.wait())
+        ends = _Ends(asyncio.ensure_future(self._stop.wait()), asyncio.ensure_future(self._watchdog.wait()))
         saving = asyncio.ensure_future(self._save_regularly())
-        try:
-            async with self._client(stopped) as client:
-                if isinstance(client, Ending):
-                    return client
-                return await self._run_cells(client, stopped)
-        finally:
-            stopped.cancel()
-            saving.cancel()
-
-    @contextlib.asynccontextmanager
-    async def _client(self, stopped: asyncio.Future[None]) -> AsyncIterator[NotebookClient | Ending]:
-        """A client whose kernel answers, or the ending where it does not come to that."""
-        from nbclient import NotebookClient
-
-        channels = self._manager.client()
+        channels = self._kernel.manager.client()
         channels.start_channels()
         try:
-            starting = asyncio.ensure_future(channels.wait_for_ready(timeout=_START_TIMEOUT_S))
-            await _first_of(starting, stopped)
-            if not starting.done():
-                await _abandon(starting)
-                yield self._stop.ending()
-            elif (problem := starting.exception()) is not None:
-                yield Ending("kernel died", 30, f"the kernel did not start: {problem}")
-            else:
-                channels.allow_stdin = False
-                client = NotebookClient(self._notebook, km=self._manager, iopub_timeout=_OUTPUT_TIMEOUT_S)
-                client.kc = channels
-                await self._describe_kernel(client)
-                yield client
+            client = await self._client(channels, ends)
+            return client if isinstance(client, Ending) else await self._run_cells(client, ends)
         finally:
             channels.stop_channels()
+            for task in (*ends, saving):
+                task.cancel()
 
-    async def _describe_kernel(self, client: NotebookClient) -> None:
-        """Put the kernel that really runs into the metadata, whatever the notebook named."""
-        assert client.kc is not None
-        reply = await client.async_wait_for_reply(client.kc.kernel_info())
+    async def _client(self, channels: AsyncKernelClient, ends: _Ends) -> NotebookClient | Ending:
+        """A client whose kernel answers, or the ending where it does not come to that."""
+        starting = asyncio.ensure_future(self._connected(channels))
+        await _first_of(starting, *ends)
+        if not starting.done():
+            return await self._break_off(starting, ends, "the kernel's start")
+        problem = starting.exception()
+        if problem is None:
+            return starting.result()
+        if not isinstance(problem, RuntimeError):  # what jupyter_client and nbclient say of a kernel that is not there
+            raise problem
+        return await self._death("before its first cell") or Ending("kernel died", 30, f"the kernel: {problem}")
+
+    async def _connected(self, channels: AsyncKernelClient) -> NotebookClient:
+        """Puts the kernel that really runs into the notebook's metadata, whatever that named."""
+        await channels.wait_for_ready(timeout=_START_TIMEOUT_S)
+        channels.allow_stdin = False
+        client = _observed_client(self._notebook, self._kernel, self._watchdog.progressed)
+        client.kc = channels
+        reply = await client.async_wait_for_reply(channels.kernel_info())
         assert reply is not None
         self._notebook.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
         self._notebook.metadata.language_info = reply["content"]["language_info"]
+        return client
 
-    async def _run_cells(self, client: NotebookClient, stopped: asyncio.Future[None]) -> Ending:
+    async def _run_cells(self, client: NotebookClient, ends: _Ends) -> Ending:
         for index in range(len(self._notebook.cells)):
             if not self._journal.runs(index):
                 continue
             self._journal.cell_started(index)
-            ending = await self._run_cell(client, index, stopped)
+            self._watchdog.cell_started()
+            ending = await self._run_cell(client, index, ends)
+            self._watchdog.cell_ended()
             self._journal.cell_ended(index, "completed" if ending is None or ending.exit_code == 0 else "failed")
             if ending is not None:
                 return ending
         return COMPLETED
 
-    async def _run_cell(self, client: NotebookClient, index: int, stopped: asyncio.Future[None]) -> Ending | None:
+    async def _run_cell(self, client: NotebookClient, index: int, ends: _Ends) -> Ending | None:
         """None when the cell ran and the next may follow."""
         running = asyncio.ensure_future(client.async_execute_cell(self._notebook.cells[index], index))
-        await _first_of(running, stopped, timeout_s=self._cell_timeout_s)
+        await _first_of(running, *ends)
         if running.done():
             return await self._judge(index, running.exception())
-        await self._manager.interrupt_kernel()
+        return await self._break_off(running, ends, self._journal.where(index))
+
+    async def _break_off(self, running: asyncio.Future[Any], ends: _Ends, where: str) -> Ending:
+        """Interrupt what runs: a signal has come, or a limit was passed, and then the kernel's stacks tell more."""
+        if expired := not ends.stopped.done():
+            await self._kernel.dump_stacks()
+        await self._kernel.manager.interrupt_kernel()
         await _first_of(running, timeout_s=_INTERRUPT_GRACE_S)
         await _abandon(running)
-        if self._stop.received is not None:
-            return self._stop.ending()
-        return Ending("timed out", 20, f"{self._journal.where(index)} ran longer than {self._cell_timeout_s:g} s")
+        return Ending("timed out", 20, f"{where}: {ends.expired.result()}") if expired else self._stop.ending()
 
     async def _judge(self, index: int, problem: BaseException | None) -> Ending | None:
         from nbclient.exceptions import CellExecutionError, DeadKernelError
@@ -310,18 +341,20 @@ class _Session:
         if problem is None:
             return None
         if isinstance(problem, CellExecutionError):
-            return of_error(problem.ename, problem.evalue, where)
+            return of_error(problem.ename, problem.evalue, where, problem.traceback)
         if not isinstance(problem, DeadKernelError):
             raise problem
+        return await self._death(f"in {where}") or Ending("kernel died", 30, f"the kernel died in {where}")
+
+    async def _death(self, when: str) -> Ending | None:
+        """What the kernel's death means; None while it lives."""
+        if (cause := await self._kernel.cause_of_death()) is None:
+            return None
         if self._stop.received is not None:  # a scheduler signals the kernel as well as the runner
             return self._stop.ending()
-        return Ending("kernel died", 30, f"the kernel {await self._cause_of_death()} in {where}")
-
-    async def _cause_of_death(self) -> str:
-        code = await self._manager.provisioner.poll() if self._manager.provisioner is not None else None
-        if code is None:
-            return "died"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        if await self._kernel.was_taken_for_memory():
+            return Ending("out of memory", 31, f"the kernel {cause} {when}: the OOM killer struck in its cgroup")
+        return Ending("kernel died", 30, f"the kernel {cause} {when}")
 
     async def _save_regularly(self) -> None:
         while True:
@@ -329,15 +362,38 @@ class _Session:
             self._journal.save_if_due()
 
 
-def of_error(name: str, value: str, where: str) -> Ending:
-    """What an exception in a cell means: the lab's own errors keep their exit codes, and so does `sys.exit`."""
+def _observed_client(notebook: NotebookNode, kernel: Kernel, on_message: Callable[[], object]) -> NotebookClient:
+    from nbclient import NotebookClient
+
+    class Observed(NotebookClient):
+        """Says when a cell has said something."""
+
+        def process_message(self, *arguments: Any, **named: Any) -> NotebookNode | None:
+            on_message()
+            return super().process_message(*arguments, **named)
+
+    return Observed(notebook, km=kernel.manager, iopub_timeout=_OUTPUT_TIMEOUT_S)
+
+
+def of_error(name: str, value: str, where: str, traceback: str = "") -> Ending:
+    """What an exception in a cell means: the lab's own errors keep their exit codes, and so does `sys.exit`.
+
+    `traceback` is searched for a GPU without memory that another exception came from.
+    """
     if name != "SystemExit":
         said = [name, *value.strip().splitlines()[:1]]
+        if is_out_of_gpu_memory(name, value, traceback):
+            return Ending("out of GPU memory", 32, f"{where}: {': '.join(said)}")
         return Ending("failed", exit_codes().get(name, _CELL_FAILED), f"{where}: {': '.join(said)}")
     if value in ("", "None", "0"):
         return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
     code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1
     return Ending("exited", code or 1, f"{where} called sys.exit({value})")
+
+
+def is_out_of_gpu_memory(name: str, value: str, traceback: str = "") -> bool:
+    """Whether torch said so, itself or as the cause of another exception. Want of host memory reads otherwise."""
+    return _CAUSE_IN_TRACEBACK.search(f"{name}: {value}\n{_COLOUR.sub('', traceback)}") is not None
 
 
 def of_failure(error: Exception) -> Ending:
@@ -352,7 +408,8 @@ def exit_codes() -> dict[str, int]:
     A kernel says the name of the class and nothing of its ancestors, so the whole hierarchy is listed.
     """
     import p99lab.engine.scheduler
-    import p99lab.probe.targets  # noqa: F401  both define errors with codes of their own
+    import p99lab.probe.client_process
+    import p99lab.probe.targets  # noqa: F401  all define errors with codes of their own
 
     return {error.__name__: error.exit_code for error in _descendants(P99labError) if error.exit_code != 1}
 

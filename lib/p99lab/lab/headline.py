@@ -3,28 +3,29 @@
 All arms run on one engine over one page pool. Before every block the cache is brought to the state the block declares
 (`primed`: the documents and nothing else; `cold`: switched off), and the hit counters are checked against it
 afterwards. Blocks of all arms are interleaved in seeded random order, so that drift of the machine falls on all alike.
+A block is a work unit: a resumed run takes over those that are finished and measures the others.
 """
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import math
 import random
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.request import IntArray
 from p99lab.errors import AccountingError
+from p99lab.lab import headline_units
+from p99lab.lab.headline_clients import Clients, Stretch, clients, in_a_loop_of_its_own
+from p99lab.lab.headline_units import Measurement
 from p99lab.lab.parameters import Headline01
-from p99lab.probe.load import Run, drive
+from p99lab.lab.units import Unit, Units
+from p99lab.probe.documents import Document
+from p99lab.probe.load import Run
 from p99lab.probe.records import RequestRecord, to_table
 from p99lab.probe.stats import Distribution, Summary, measured, metric_values, summarise
 from p99lab.probe.targets import InProcessTarget, shared_interpreter
@@ -33,11 +34,9 @@ from p99lab.probe.workload import (
     ClosedLoad,
     Load,
     OpenLoad,
-    Query,
     Workload,
     digest,
     make_documents,
-    queries,
 )
 
 if TYPE_CHECKING:
@@ -48,7 +47,6 @@ if TYPE_CHECKING:
 
 LoadKind = Literal["closed", "open"]
 OnBlock = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,17 +164,24 @@ class Headline:
         import pyarrow as pa
 
         tables = [
-            to_table(block.run.records, arm=block.arm.name, load=block.load, block=f"{block.number}")
+            to_table(
+                block.run.records,
+                arm=block.arm.name,
+                load=block.load,
+                block=f"{block.number}",
+                transport=self.parameters.transport,
+            )
             for block in self.blocks
         ]
         return pa.concat_tables(tables)
 
 
-def run(parameters: Headline01, on_block: OnBlock | None = None) -> Headline:
+def run(parameters: Headline01, on_block: OnBlock | None = None, units: Units | None = None) -> Headline:
     """Prime one engine and run all blocks on it. Minutes.
 
     Args:
         on_block: told what begins, one line per block.
+        units: where finished blocks are kept, and found by a resumed run; without it none are.
 
     Raises:
         ModelError: the model cannot be used.
@@ -189,7 +194,11 @@ def run(parameters: Headline01, on_block: OnBlock | None = None) -> Headline:
     torch.set_num_threads(parameters.threads or max(1, threads_before - 1))
     try:
         with shared_interpreter(), Engine(_engine_config(parameters)) as engine:
-            return _Experiment(parameters, engine, on_block or (lambda line: None)).run()
+            target, workload = InProcessTarget(engine, parameters.model), _workload(parameters)
+            documents = make_documents(workload, target.tokenize)
+            with clients(parameters, engine, workload, documents) as sending:
+                experiment = _Experiment(parameters, engine, sending, documents, on_block or (lambda line: None), units)
+                return experiment.run()
     finally:
         torch.set_num_threads(threads_before)
 
@@ -204,28 +213,50 @@ class _Planned:
     num_requests: int
     weight: float
 
+    @property
+    def name(self) -> str:
+        """Its work unit's."""
+        return f"{self.load}.{self.arm.name.replace(' ', '-')}.{self.number + 1}"
+
+    def __str__(self) -> str:
+        return f"{self.load} load, {self.arm.name}, block {self.number + 1}"
+
 
 class _Experiment:
-    """One run of the notebook: an engine, the documents, and the queries that every arm is sent."""
+    """One run of the notebook: an engine, its clients, the documents, and the queries that every arm is sent."""
 
-    def __init__(self, parameters: Headline01, engine: Engine, tell: OnBlock) -> None:
+    def __init__(
+        self,
+        parameters: Headline01,
+        engine: Engine,
+        sending: Clients,
+        documents: tuple[Document, ...],
+        tell: OnBlock,
+        units: Units | None,
+    ) -> None:
         self._parameters = parameters
         self._engine = engine
+        self._clients = sending
+        self._documents = documents
         self._tell = tell
+        self._units = units
+        self._plan = _plan(parameters)
+        self._restored = _finished(self._plan, units)
         self._workload = _workload(parameters)
-        self._target = InProcessTarget(engine, parameters.model)
-        self._documents = make_documents(self._workload, self._target.tokenize)
         self._blocks: list[Block] = []
         self._left_s = parameters.max_measuring_s
 
     def run(self) -> Headline:
-        self._tell(f"priming {len(self._documents)} documents")
-        in_a_loop_of_its_own(self._target.prime(self._documents))
-        self._warm_up()
-        plan = _plan(self._parameters)
-        for place, planned in enumerate(plan):
-            share = planned.weight / sum(later.weight for later in plan[place:])
-            self._block(planned, limit_s=max(1.0, self._left_s * share))
+        if len(self._restored) < len(self._plan):
+            self._tell(f"priming {len(self._documents)} documents")
+            self._prime()
+            self._warm_up()
+        for place, planned in enumerate(self._plan):
+            if (unit := self._restored.get(planned.name)) is not None:
+                self._restore(planned, unit)
+                continue
+            share = planned.weight / sum(later.weight for later in self._plan[place:])
+            self._measure(planned, limit_s=max(1.0, self._left_s * share))
         return Headline(
             parameters=self._parameters,
             geometry=self._parameters.model.removeprefix("dummy:"),
@@ -235,6 +266,10 @@ class _Experiment:
             blocks=tuple(self._blocks),
         )
 
+    def _prime(self) -> None:
+        """In this process under either transport: it fills the cache, and is not measured."""
+        in_a_loop_of_its_own(InProcessTarget(self._engine, self._parameters.model).prime(self._documents))
+
     def _warm_up(self) -> None:
         """Questions of their own, not measured: kernels are built when a step of a new size first comes."""
         others = self._workload.model_copy(update={"seed": self._parameters.seed + 1})
@@ -243,20 +278,28 @@ class _Experiment:
             self._tell(f"warming up, {name}")
             self._configure(_arm(name))
             load = ClosedLoad(num_requests=num_requests, concurrency=self._parameters.concurrency)
-            sent = queries(others, self._documents, load, self._target.tokenize)
-            in_a_loop_of_its_own(drive(self._target, load, sent))
+            self._clients.drive(load, Stretch(others, 0, None))
 
-    def _block(self, planned: _Planned, limit_s: float) -> None:
-        arm, engine = planned.arm, self._engine
-        self._tell(f"{planned.load} load, {arm.name}, block {planned.number + 1}, at most {limit_s:.0f} s")
-        self._configure(arm)
+    def _restore(self, planned: _Planned, unit: Unit) -> None:
+        self._tell(f"{planned}, restored from run {unit.manifest.run_id}")
+        self._left_s -= unit.seconds
+        self._keep(planned, headline_units.read(unit))
+
+    def _measure(self, planned: _Planned, limit_s: float) -> None:
+        self._tell(f"{planned}, at most {limit_s:.0f} s")
+        self._configure(planned.arm)
         load = self._closed_load(planned, limit_s) if planned.load == "closed" else self._open_load(planned, limit_s)
-        sent = self._queries(load, planned)
-        began_s = time.perf_counter()
-        run = in_a_loop_of_its_own(drive(self._target, load, sent))
-        self._left_s -= time.perf_counter() - began_s
-        summary, order = summarise(run, load), len(self._blocks)
-        self._blocks.append(Block(arm, planned.load, planned.number, order, run, summary, engine.stats()))
+        run = self._clients.drive(load, self._stretch(load, planned))
+        seconds = max((record.end_s for record in run.records), default=0.0)  # without what was made beforehand
+        self._left_s -= seconds
+        measurement = Measurement(load, run, self._engine.stats())
+        if self._units is not None:
+            self._units.finish(planned.name, headline_units.files(measurement), seconds)
+        self._keep(planned, measurement)
+
+    def _keep(self, planned: _Planned, made: Measurement) -> None:
+        summary, order = summarise(made.run, made.load), len(self._blocks)
+        self._blocks.append(Block(planned.arm, planned.load, planned.number, order, made.run, summary, made.stats))
 
     def _configure(self, arm: Arm) -> None:
         """Schedule as the arm does, over a cache that holds the documents and nothing else."""
@@ -268,16 +311,14 @@ class _Experiment:
         if arm.prefix_cache:
             engine.forget_except([_ids(document.passage.token_ids) for document in self._documents])
 
-    def _queries(self, load: Load, planned: _Planned) -> Iterator[Query]:
-        """The block's stretch of the queries, which begins alike for every arm; all of it is made beforehand."""
-        endless = queries(self._workload, self._documents, load, self._target.tokenize)
+    def _stretch(self, load: Load, planned: _Planned) -> Stretch:
+        """The block's part of the queries, which begins alike for every arm."""
         concurrency = self._parameters.concurrency
         num_sent = planned.num_requests + load.num_warmup_requests(concurrency)
         if planned.arm.prefix_cache:  # the load is kept up until the last measured one is answered
             num_sent += 8 * concurrency
         longest = math.ceil(self._parameters.requests_for_p99 / self._parameters.num_blocks)
-        start = planned.number * (2 * longest + 16 * concurrency)
-        return iter(list(itertools.islice(endless, start, start + num_sent)))
+        return Stretch(self._workload, planned.number * (2 * longest + 16 * concurrency), num_sent)
 
     def _closed_load(self, planned: _Planned, limit_s: float) -> ClosedLoad:
         return ClosedLoad(
@@ -306,6 +347,13 @@ def _plan(parameters: Headline01) -> list[_Planned]:
     pace = 1.0 / parameters.open_share  # an open load is answered no faster than it arrives
     opened = [_Planned(_arm(name), "open", 0, num_open, num_open * pace) for name in LONG_ARMS if num_open]
     return closed + opened
+
+
+def _finished(plan: Iterable[_Planned], units: Units | None) -> dict[str, Unit]:
+    """The blocks that need not be measured again, by the names of their units."""
+    if units is None:
+        return {}
+    return {planned.name: unit for planned in plan if (unit := units.get(planned.name)) is not None}
 
 
 def _closed_block(arm: Arm, number: int, parameters: Headline01) -> _Planned:
@@ -362,25 +410,3 @@ def _ids(token_ids: IntArray | None) -> IntArray:
     if token_ids is None:
         raise AccountingError("the engine's own documents have no token ids")
     return token_ids
-
-
-def in_a_loop_of_its_own(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in another thread: a notebook's own thread is inside an event loop already.
-
-    An interrupt cancels the coroutine, waits until it has tidied up, and goes on.
-    """
-    begun: Future[Callable[[], Any]] = Future()
-
-    async def cancellable() -> T:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None  # asyncio.run made one
-        begun.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-        return await work
-
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="p99lab-clients") as executor:
-        try:
-            return executor.submit(asyncio.run, cancellable()).result()
-        except KeyboardInterrupt:
-            with suppress(RuntimeError):  # its loop is closed: it has just ended
-                begun.result()()
-            raise

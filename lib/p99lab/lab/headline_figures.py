@@ -52,6 +52,7 @@ def _conditions(headline: Headline) -> dict[str, Any]:
         "nodes": 1,
         "context": max(headline.document_tokens) + parameters.question_tokens_max + parameters.answer_tokens_max,
         "concurrency": parameters.concurrency,
+        "transport": parameters.transport,
         "measures": [arm.name.removeprefix("+") for arm in ARMS if arm.built and arm.prefix_cache],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,25 @@ from pathlib import Path
 from p99lab import project
 from p99lab.engine import model_store
 from p99lab.errors import BadParameterError
-from p99lab.lab.parameters import Contract, find, load
+from p99lab.lab.parameters import Contract, find, load, tier_file
+from p99lab.lab.units import Earlier
 from p99lab.strict import StrictModel
 
 
 @dataclass(frozen=True)
 class Job:
-    """One notebook to run with parameters that were validated already."""
+    """One notebook to run with parameters that were validated already.
+
+    `tier_digest`: of the tier's file, where the parameters come from one. `resumes`: the run whose finished units this
+    one takes over.
+    """
 
     notebook: Path
     contract: Contract
     tier: str
     parameters: StrictModel
+    tier_digest: str | None = None
+    resumes: Earlier | None = None
 
 
 def prepare(name: str, tier: str, overrides: Sequence[str] = ()) -> Job:
@@ -31,10 +39,29 @@ def prepare(name: str, tier: str, overrides: Sequence[str] = ()) -> Job:
         ModelError: the model is not on this machine, or its files do not fit together.
     """
     contract = find(name)
+    parameters = load(contract, tier, overrides)
+    digest = hashlib.blake2b(tier_file(contract, tier).read_bytes(), digest_size=16).hexdigest()
+    return Job(notebook_of(contract), contract, tier, check_model(parameters), digest)
+
+
+def notebook_of(contract: Contract) -> Path:
+    """The contract's notebook.
+
+    Raises:
+        BadParameterError: it is not there.
+    """
     notebook = project.notebooks_dir() / f"{contract.notebook}.ipynb"
     if not notebook.is_file():
         raise BadParameterError(f"notebook {contract.notebook} is declared, but {notebook.name} is not there")
-    parameters = load(contract, tier, overrides)
+    return notebook
+
+
+def check_model(parameters: StrictModel) -> StrictModel:
+    """The parameters, if the model that they name can be used here.
+
+    Raises:
+        ModelError: it is not on this machine, or its files do not fit together.
+    """
     if isinstance(model := getattr(parameters, "model", None), str):
         model_store.check(model)
-    return Job(notebook, contract, tier, parameters)
+    return parameters

@@ -2,10 +2,16 @@
 
 The runner validates a run's parameters here before a kernel starts; the notebook calls `check` right
 after its parameters, so that values changed by hand in JupyterLab are held to the same model.
+
+A parameter typed `SecretStr` takes its value from `$P99LAB_SECRET_<NAME>` and from nowhere else; wherever parameters
+are written, `(secret)` stands for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +21,12 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
 from p99lab import project
 from p99lab.errors import BadParameterError, did_you_mean
+from p99lab.lab import secrets
 from p99lab.strict import StrictModel
 
 _LITERALS = (bool, int, float, str, list, tuple, dict, type(None))
@@ -42,6 +49,7 @@ class Headline01(StrictModel):
     dtype: Literal["float32", "bfloat16", "float16"]
     device: str
     threads: int = Field(ge=0)  # of torch on a CPU; 0 leaves one of its own choice to the clients
+    transport: Literal["in-process", "http"]  # clients in the engine's process, or in one of their own
     random_tokens: int | None = Field(None, ge=2)  # documents of random ids of this vocabulary, for random weights
     num_documents: int = Field(ge=1)
     document_tokens_min: int = Field(ge=1)
@@ -71,6 +79,12 @@ class Headline01(StrictModel):
         if most < info.data.get(name, most):
             raise ValueError(f"below {name}={info.data[name]}")
         return most
+
+
+class Ledger99(StrictModel):
+    """What `99_ledger` reads: the runs below a folder, the project's own `outputs/` when it is not given."""
+
+    outputs: str | None = None
 
 
 @dataclass(frozen=True)
@@ -109,11 +123,23 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                     "metrics/hit_rates.parquet",
                     "metrics/windows.parquet",
                     "metrics/figures.parquet",
+                    "metrics/effects.parquet",
                     "metrics/claims.parquet",
                     "figures/ablation.png",
                     "figures/ecdf.png",
                     "figures/timeline.png",
                     "figures/attribution.png",
+                ),
+            ),
+            Contract(
+                "99_ledger",
+                Ledger99,
+                (
+                    "metrics/ledger.parquet",
+                    "metrics/inconsistencies.parquet",
+                    "metrics/decisions.parquet",
+                    "metrics/summary.parquet",
+                    "figures/ledger.png",
                 ),
             ),
         )
@@ -141,19 +167,63 @@ def load(contract: Contract, tier: str, overrides: Sequence[str] = (), folder: P
     """The parameters of one run: a tier's file, with `name=value` overrides on top.
 
     All values are read as text and converted by the field they are meant for, so that `12e4567` stays a string where
-    a string is wanted and a number is never guessed. A tier file gives every parameter.
+    a string is wanted and a number is never guessed. A tier file gives every parameter that is not secret.
 
     Raises:
-        BadParameterError: the tier or a parameter does not exist, or a value does not fit.
+        BadParameterError: the tier or a parameter does not exist, a value does not fit, or a secret is not where it
+            belongs.
     """
-    tier_file = _tier_file(folder if folder is not None else project.params_dir() / contract.notebook, tier)
-    values = _read_yaml(tier_file.read_text(), f"{contract.notebook}/{tier_file.name}")
+    file = tier_file(contract, tier, folder)
+    values = _read_yaml(file.read_text(), f"{contract.notebook}/{file.name}")
     if not isinstance(values, dict):
-        raise BadParameterError(f"{contract.notebook}/{tier_file.name} is not a list of 'name: value' lines")
+        raise BadParameterError(f"{contract.notebook}/{file.name} is not a list of 'name: value' lines")
     fields = contract.parameters.model_fields
     resolved = {name: _nothing_or(value, fields.get(name)) for name, value in values.items()}
-    resolved.update(_override(text, contract.parameters) for text in overrides)
-    return contract.parameters.parse(resolved)
+    return parse(contract.parameters, {**resolved, **given(contract.parameters, overrides)})
+
+
+def given(model: type[StrictModel], overrides: Sequence[str]) -> dict[str, Any]:
+    """`name=value` texts as values for a model, not yet validated.
+
+    Raises:
+        BadParameterError: a text is not of that form.
+    """
+    return dict(_override(text, model) for text in overrides)
+
+
+def parse(model: type[StrictModel], values: Mapping[str, Any]) -> StrictModel:
+    """Parameters from plain values, the secret ones from the environment.
+
+    Raises:
+        BadParameterError: a value does not fit; a secret was written down, or is not in the environment.
+    """
+    return model.parse({**values, **_secret_values(model, values)})
+
+
+def plain(parameters: StrictModel) -> dict[str, Any]:
+    """Parameters as they are written into records and notebooks, `(secret)` in place of a secret."""
+    values = parameters.model_dump(mode="json")
+    return {
+        name: secrets.SHOWN if isinstance(getattr(parameters, name), SecretStr) else values[name] for name in values
+    }
+
+
+def digest(parameters: StrictModel) -> str:
+    """One digest of all parameters that are not secret."""
+    return hashlib.blake2b(json.dumps(plain(parameters), sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def tier_file(contract: Contract, tier: str, folder: Path | None = None) -> Path:
+    """The file of a tier.
+
+    Raises:
+        BadParameterError: there is none.
+    """
+    folder = folder if folder is not None else project.params_dir() / contract.notebook
+    if not (file := folder / f"{tier}.yaml").is_file():
+        tiers = sorted(path.stem for path in folder.glob("*.yaml"))
+        raise BadParameterError(f"no tier '{tier}' for {folder.name}{_nearest_or_all(tier, tiers, tiers)}")
+    return file
 
 
 def check(notebook: str, namespace: Mapping[str, Any], known: Mapping[str, Contract] = CONTRACTS) -> StrictModel:
@@ -170,7 +240,7 @@ def check(notebook: str, namespace: Mapping[str, Any], known: Mapping[str, Contr
     if any(isinstance(value, model) for value in namespace.values()):
         fields = model.model_fields
         literals = {name: value for name, value in literals.items() if name in fields or did_you_mean(name, fields)}
-    return model.parse(literals)
+    return parse(model, literals)
 
 
 def _slug(notebook: str) -> str:
@@ -180,14 +250,6 @@ def _slug(notebook: str) -> str:
 
 def _nearest_or_all(wrong: str, near: Iterable[str], everything: Iterable[str]) -> str:
     return did_you_mean(wrong, near) or f"; there are {', '.join(everything)}"
-
-
-def _tier_file(folder: Path, tier: str) -> Path:
-    file = folder / f"{tier}.yaml"
-    if not file.is_file():
-        tiers = sorted(path.stem for path in folder.glob("*.yaml"))
-        raise BadParameterError(f"no tier '{tier}' for {folder.name}{_nearest_or_all(tier, tiers, tiers)}")
-    return file
 
 
 def _read_yaml(text: str, where: str) -> Any:
@@ -217,6 +279,22 @@ def _choices(field: FieldInfo | None) -> tuple[Any, ...]:
         return ()
     is_union = typing.get_origin(field.annotation) in (typing.Union, types.UnionType)
     return typing.get_args(field.annotation) if is_union else (field.annotation,)
+
+
+def _secret_values(model: type[StrictModel], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The secret parameters, already wrapped, so that no message about them shows their values."""
+    found: dict[str, Any] = {}
+    for name, field in model.model_fields.items():
+        if SecretStr not in _choices(field):
+            continue
+        variable = secrets.variable(name)
+        if values.get(name, secrets.SHOWN) not in (secrets.SHOWN, None):
+            raise BadParameterError(f"{name} is secret and must not be written down: put it into ${variable}")
+        if variable in os.environ:
+            found[name] = SecretStr(os.environ[variable])
+        elif values.get(name, secrets.SHOWN if field.is_required() else None) == secrets.SHOWN:
+            raise BadParameterError(f"{name} is secret and not set: put it into ${variable}")
+    return found
 
 
 def _is_literal(name: str, value: Any) -> bool:

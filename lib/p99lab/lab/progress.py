@@ -15,8 +15,11 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from p99lab import project
+from p99lab.lab import resume
 from p99lab.lab.results import shown
 from p99lab.lab.runner import Outcome
+from p99lab.lab.secrets import Secrets
 
 
 class ConsoleProgress:
@@ -50,18 +53,22 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     """The notebook's summary table where it left one, how the run ended, and where its report is."""
     summary = outcome.folder.path / "metrics" / "summary.parquet"
     if summary.exists():
-        console.print(_table(pq.read_table(summary)))
+        console.print(_table(pq.read_table(summary), outcome.secrets))
     if outcome.ending.reason:
         console.print(f"{outcome.ending.status}: {outcome.ending.reason}", markup=False)
+    if outcome.contains_secret:
+        console.print(f"contains a secret, not to be published: {', '.join(outcome.contains_secret)}", markup=False)
     console.print(f"report: {_shown_path(outcome.report)}", markup=False)
+    if outcome.can_be_resumed:
+        console.print(f"resume with: {resume.command(outcome.folder, project.outputs_dir())}", markup=False)
 
 
-def _table(columns: pa.Table) -> Table:
+def _table(columns: pa.Table, secrets: Secrets) -> Table:
     table = Table(box=box.SIMPLE)
     for name in columns.column_names:
         table.add_column(name, overflow="fold")
     for row in columns.to_pylist():
-        table.add_row(*(escape(shown(value)) for value in row.values()))
+        table.add_row(*(escape(secrets.redact(shown(value))) for value in row.values()))
     return table
 
 

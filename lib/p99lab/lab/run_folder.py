@@ -84,8 +84,7 @@ class RunFolder:
         return target
 
     def write_json(self, name: str, value: Any) -> Path:
-        options = orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE
-        return self.write(name, orjson.dumps(value, option=options))
+        return self.write(name, as_json(value))
 
     def read_json(self, name: str) -> Any:
         return orjson.loads((self.path / name).read_bytes())
@@ -122,6 +121,11 @@ class RunFolder:
     def _files(self) -> list[str]:
         paths = (path.relative_to(self.path).as_posix() for path in self.path.rglob("*") if path.is_file())
         return sorted(name for name in paths if name != CHECKSUMS)
+
+
+def as_json(value: Any) -> bytes:
+    """JSON as a run folder holds it: indented, with a last newline."""
+    return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
 
 
 def _write_atomically(target: Path, content: bytes) -> None:

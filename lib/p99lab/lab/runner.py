@@ -1,31 +1,31 @@
 """`p99lab run`: one notebook, one tier, one folder.
 
 Papermill injects the parameters; the cells run in `execution`, as an engine of papermill's. Exit codes: 0 done · 2 bad
-parameters · 3 deliverable missing · 10 error in a cell · 20 timed out · 30 kernel died · 40 pre-empted (SIGTERM or
-SIGUSR1) · 130 interrupted from the keyboard · the notebook's own where a cell calls `sys.exit(n)`.
+parameters · 3 deliverable missing · 10 error in a cell · 20 timed out · 30 kernel died · 31 kernel killed for want of
+host memory, as its cgroup counted · 32 out of GPU memory · 40 pre-empted (SIGTERM or SIGUSR1) · 130 interrupted from
+the keyboard · the notebook's own where a cell calls `sys.exit(n)`.
 """
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import papermill  # type: ignore[import-untyped]
-import yaml
 from papermill.engines import Engine, papermill_engines  # type: ignore[import-untyped]
 
 from p99lab import project
-from p99lab.lab import provenance, report
+from p99lab.lab import parameters, report, secrets, units
 from p99lab.lab.execution import Ending, Execution, Observer, StopSignal, of_failure
 from p99lab.lab.job import Job
 from p99lab.lab.parameters import Contract
 from p99lab.lab.run_folder import RunFolder
-from p99lab.observe import hardware
+from p99lab.lab.run_record import RunRecord
+from p99lab.lab.secrets import Secrets
+from p99lab.lab.watchdog import Limits
 
 NOTEBOOK = "notebook.ipynb"
 REPORT = "report.html"
@@ -43,70 +43,69 @@ class LabEngine(Engine):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run that has ended, well or not; its folder is sealed."""
+    """A run that has ended, well or not; its folder is sealed.
+
+    `contains_secret`: its files that hold one. `can_be_resumed`: whether `p99lab run --resume` may save something: it
+    was pre-empted, or has finished units.
+    """
 
     folder: RunFolder
     ending: Ending
+    secrets: Secrets = field(default_factory=lambda: Secrets({}))
+    contains_secret: tuple[str, ...] = ()
+    can_be_resumed: bool = False
 
     @property
     def report(self) -> Path:
         return self.folder.path / REPORT
 
 
-def run(job: Job, observer: Observer, parent: Path | None = None, cell_timeout_s: float | None = None) -> Outcome:
+class Discreet:
+    """An observer that passes on what it is told, without the secrets in it."""
+
+    def __init__(self, observer: Observer, secrets: Secrets) -> None:
+        self._observer = observer
+        self._redact = secrets.redact
+
+    def cell_started(self, number: int, total: int, heading: str) -> None:
+        self._observer.cell_started(number, total, self._redact(heading))
+
+    def cell_ended(self, number: int, total: int, status: str, seconds: float) -> None:
+        self._observer.cell_ended(number, total, status, seconds)
+
+
+def run(job: Job, observer: Observer, parent: Path | None = None, limits: Limits | None = None) -> Outcome:
     """Run a job to its end in a new folder under `parent` (default: the project's outputs) and seal it.
 
     Must be called from the main thread: it takes SIGTERM, SIGUSR1 and SIGINT as requests to stop. Errors of the
     notebook do not raise; they are the outcome's ending. An error of the runner itself does, after it was recorded in
     the folder and that was sealed.
+
+    Raises:
+        BadParameterError: a secret of the environment is too short, or the claims cannot be read; nothing was written.
     """
+    hidden = Secrets.of()
     with StopSignal() as stop:
-        started, started_s = datetime.datetime.now(datetime.UTC), time.monotonic()
-        folder = RunFolder.create((parent or project.outputs_dir()) / job.contract.notebook)
-        record = _begin(folder, job, started)
+        started_s = time.monotonic()
+        record = RunRecord.begin(job, (parent or project.outputs_dir()) / job.contract.notebook, hidden)
+        folder = record.folder
         execution = Execution(
             run_dir=folder.path.resolve(),
             environment={"OMP_WAIT_POLICY": "PASSIVE"},
-            save=lambda notebook: folder.write(NOTEBOOK, nbformat.writes(notebook)),  # type: ignore[no-untyped-call]
-            observer=observer,
+            save=lambda notebook: folder.write(NOTEBOOK, hidden.redact(nbformat.writes(notebook))),  # type: ignore[no-untyped-call]
+            observer=Discreet(observer, hidden),
             stop=stop,
-            cell_timeout_s=cell_timeout_s,
+            limits=limits or Limits(),
         )
         failure = _execute(job, execution)
         ending = _ending(execution, failure, folder, job.contract)
-        folder.write_json("run.json", record | _end(execution, ending, time.monotonic() - started_s))
-        _report_and_seal(folder)
+        ending = replace(ending, reason=hidden.redact(ending.reason))
+        record.end(**_end(execution, ending, time.monotonic() - started_s))
+        found = _report_and_seal(record, hidden)
     if failure is not None:
         raise failure
-    return Outcome(folder, ending)
-
-
-def _begin(folder: RunFolder, job: Job, started: datetime.datetime) -> dict[str, Any]:
-    """Write what is known before the first cell runs; returns run.json's first half."""
-    root = project.root()
-    git = provenance.git_state(root)
-    fingerprint = hardware.fingerprint()
-    folder.write("parameters.yaml", yaml.safe_dump(job.parameters.model_dump(mode="json"), sort_keys=False))
-    folder.write_json("environment.json", provenance.environment())
-    folder.write_json("hardware.json", fingerprint)
-    folder.write_json("git.json", git.as_record())
-    if git.patch:
-        folder.write("patch.diff", git.patch)
-    record = {
-        "run_id": folder.run_id,
-        "notebook": job.contract.notebook,
-        "tier": job.tier,
-        "status": "running",
-        "exit_code": None,
-        "reason": "",
-        "started": started.isoformat(timespec="milliseconds"),
-        "p99lab": importlib.metadata.version("p99lab"),
-        "revision": git.revision,
-        "dirty": git.is_dirty,
-        "hardware": hardware.label(fingerprint),
-    }
-    folder.write_json("run.json", record)
-    return record
+    resumable = ending.exit_code != 0 and (ending.status == "pre-empted" or bool(units.finished(folder)[0]))
+    return Outcome(folder, ending, hidden, found, resumable)
 
 
 def _execute(job: Job, execution: Execution) -> Exception | None:
@@ -116,7 +115,7 @@ def _execute(job: Job, execution: Execution) -> Exception | None:
         papermill.execute_notebook(
             str(job.notebook),
             None,  # the execution saves, atomically
-            parameters=job.parameters.model_dump(mode="json"),
+            parameters=parameters.plain(job.parameters),
             engine_name="p99lab",
             kernel_name="python3",
             language="python",
@@ -140,11 +139,18 @@ def _ending(execution: Execution, failure: Exception | None, folder: RunFolder, 
     return Ending("deliverable missing", 3, f"the notebook owes {', '.join(missing)}")
 
 
-def _report_and_seal(folder: RunFolder) -> None:
-    """A page that cannot be made costs the page alone. Without a notebook nothing ran, and there is none to make."""
+def _report_and_seal(record: RunRecord, hidden: Secrets) -> tuple[str, ...]:
+    """The page, the last look for secrets, the checksums; returns the files that hold a secret.
+
+    A page that cannot be made costs the page alone. Without a notebook nothing ran, and there is none to make.
+    """
+    folder = record.folder
     try:
         if (folder.path / NOTEBOOK).is_file():
-            folder.write(REPORT, report.render(folder))
+            folder.write(REPORT, hidden.redact(report.render(folder)))
+        found = tuple(sorted({file for file, _ in secrets.scan(folder.path, hidden)}))
+        record.update(contains_secret=found)
+        return found
     finally:
         folder.seal()
 
@@ -155,7 +161,6 @@ def _end(execution: Execution, ending: Ending, seconds: float) -> dict[str, Any]
         "status": ending.status,
         "exit_code": ending.exit_code,
         "reason": ending.reason,
-        "ended": datetime.datetime.now(datetime.UTC).isoformat(timespec="milliseconds"),
         "seconds": round(seconds, 3),
         "cells": execution.cells,
         "save_problems": execution.save_problems,

@@ -17,7 +17,7 @@ from p99lab import project
 from p99lab.errors import BadParameterError
 from p99lab.lab import sources
 from p99lab.lab.claims import Claim, rule_digest
-from p99lab.lab.parameters import find, load
+from p99lab.lab.parameters import find, load, plain
 from p99lab.observe import hardware
 
 NAMED = 3  # modules or parameters that are named one by one
@@ -82,7 +82,7 @@ def _code(notebook: str) -> dict[str, str] | None:
 def _parameters(notebook: str, tier: str) -> dict[str, Any] | None:
     """What the tier's file gives now; None where it gives nothing valid any more."""
     try:
-        return load(find(notebook), tier).model_dump(mode="json")
+        return plain(load(find(notebook), tier))
     except BadParameterError:
         return None
 

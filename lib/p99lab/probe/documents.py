@@ -7,6 +7,7 @@ same bytes. What was sent is hashed; a record states its digest.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import string
 import sysconfig
@@ -51,12 +52,20 @@ class Passage:
         num_tokens = round(len(text) / CHARS_PER_TOKEN) if ids is None else len(ids)
         return cls(text, ids, num_tokens, _digest(text.encode(), b"" if ids is None else ids.tobytes()))
 
+    @classmethod
+    def joined(cls, parts: Sequence[Passage]) -> Passage:
+        """All of them, one after the other; the digest is made of theirs."""
+        ids = [part.token_ids for part in parts if part.token_ids is not None]
+        return cls(
+            "".join(part.text for part in parts),
+            np.concatenate(ids) if ids and len(ids) == len(parts) else None,
+            sum(part.num_tokens for part in parts),
+            _digest(*(part.digest.encode() for part in parts)),
+        )
+
     def then(self, other: Passage) -> Passage:
-        """Both, one after the other; the digest is made of theirs, so that a long document is hashed once."""
-        both = self.token_ids is not None and other.token_ids is not None
-        ids = np.concatenate([self.token_ids, other.token_ids]) if both else None
-        digest = _digest(self.digest.encode(), other.digest.encode())
-        return Passage(self.text + other.text, ids, self.num_tokens + other.num_tokens, digest)
+        """Both, one after the other: a long document is hashed once, whatever is asked about it."""
+        return Passage.joined((self, other))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +108,7 @@ def synthetic_documents(seed: int, tokens: Span, vocab_size: int) -> Iterator[Do
     starts = np.random.default_rng([seed, 1]).permutation(vocab_size)
     for index in count():
         rng = np.random.default_rng([seed, 2, index])
-        ids = _random_ids(rng, int(rng.integers(tokens[0], tokens[1] + 1)), vocab_size)
+        ids = random_ids(rng, int(rng.integers(tokens[0], tokens[1] + 1)), vocab_size)
         ids[0] = starts[index % vocab_size]
         yield Document(index, Passage.of("", ids), (), "synthetic")
 
@@ -135,7 +144,12 @@ def _whole_sentences(sentences: Sequence[str], tokens: Span, tokenize: Tokenize 
 
 
 def synthetic_question(rng: np.random.Generator, tokens: Span, vocab_size: int) -> Passage:
-    return Passage.of("", _random_ids(rng, int(rng.integers(tokens[0], tokens[1] + 1)), vocab_size))
+    return Passage.of("", random_ids(rng, int(rng.integers(tokens[0], tokens[1] + 1)), vocab_size))
+
+
+def random_ids(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> IntArray:
+    """[num_tokens] int32, each below `vocab_size`."""
+    return rng.integers(0, vocab_size, num_tokens, dtype=np.int32)
 
 
 def fresh(document: Document, rng: np.random.Generator, tokenize: Tokenize | None, vocab_size: int | None) -> Document:
@@ -145,10 +159,30 @@ def fresh(document: Document, rng: np.random.Generator, tokenize: Tokenize | Non
     if old.token_ids is None:
         passage = Passage.of((line + old.text)[: len(old.text)], None)
     else:
-        head = _random_ids(rng, 1, vocab_size) if vocab_size else np.asarray(_need(tokenize)(line), np.int32)
+        head = random_ids(rng, 1, vocab_size) if vocab_size else np.asarray(_need(tokenize)(line), np.int32)
         ids = np.concatenate([head, old.token_ids])[: len(old.token_ids)]
         passage = Passage.of((line + old.text)[: len(old.text)], ids)
     return Document(document.index, passage, document.names, document.source)
+
+
+class Excerpts:
+    """Stretches of the standard library's sources, picked by a random generator; all files are read once, at first.
+
+    Args:
+        root: the directory of sources; the running Python's standard library by default.
+    """
+
+    def __init__(self, root: Path | None = None) -> None:
+        root = root if root is not None else Path(sysconfig.get_path("stdlib"))
+        self._text = "\n".join(text for _, text in _texts(root, _sources(root)))
+
+    def pick(self, rng: np.random.Generator, num_chars: int) -> str:
+        """`num_chars` from a random place on, around the end; of two with equal generators one begins the other."""
+        start, text = int(rng.integers(len(self._text))), ""
+        while len(text) < num_chars:
+            text += self._text[start : start + num_chars - len(text)]
+            start = 0
+        return text
 
 
 def cut(text: str, num_tokens: int, tokenize: Tokenize | None = None) -> Passage:
@@ -247,8 +281,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _sources(root: Path) -> list[Path]:
     """Files worth asking about, in an order that no file system decides."""
-    inside = (path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT & set(path.relative_to(root).parts))
-    return [p for p in inside if not p.name.startswith("_sysconfigdata") and p.stat().st_size >= 1024]
+    found: list[Path] = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = [name for name in inner if name not in _LEFT_OUT]  # not even looked into
+        found += [Path(folder, name) for name in names if name.endswith(".py") and name not in _LEFT_OUT]
+    return [p for p in sorted(found) if not p.name.startswith("_sysconfigdata") and p.stat().st_size >= 1024]
 
 
 def _texts(root: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
@@ -257,10 +294,6 @@ def _texts(root: Path, files: Sequence[Path]) -> Iterator[tuple[str, str]]:
         content = path.read_bytes()
         if content.isascii():
             yield path.relative_to(root).as_posix(), content.decode("ascii")
-
-
-def _random_ids(rng: np.random.Generator, num_tokens: int, vocab_size: int) -> IntArray:
-    return rng.integers(0, vocab_size, num_tokens, dtype=np.int32)
 
 
 def _need(tokenize: Tokenize | None) -> Tokenize:

@@ -1,18 +1,27 @@
 """Percentiles and spreads with 95 % confidence intervals, for independent and for correlated series.
 
-A percentile's interval is a pair of order statistics: with B ~ Binomial(n, q), the interval (x_(l), x_(u)) covers the
-q-quantile with probability P(l <= B < u), whatever the distribution (David & Nagaraja, Order Statistics, 7.1). Each
-tail gets 2.5 %. The upper one exists only if P(B = n) = q^n <= 2.5 %, the lower one only if (1-q)^n <= 2.5 %; hence
-`min_n`: 6 for P50, 36 for P90, 368 for P99, 3 688 for P99.9. Below it, where correlation takes the upper bound away,
-the lower one stands alone: it needs nothing beyond the sample. It is not given where it would be the largest of all
+With B ~ Binomial(n, q), the order statistic x_(r) lies below the q-quantile with probability P(B >= r), whatever the
+distribution (David & Nagaraja, Order Statistics, 7.1). Each tail gets 2.5 %. The upper bound exists only if
+P(B = n) = q^n <= 2.5 %, the lower one only if (1-q)^n <= 2.5 %; hence `min_n`: 6 for P50, 36 for P90, 368 for P99,
+3 688 for P99.9. No single rank has a tail of just 2.5 %: the two neighbours on both sides of it are interpolated
+(Nyblom 1992, after Hettmansperger & Sheather 1986), which takes the density between their values as even. Whole ranks,
+bounds for any distribution but wide ones, held the true P99 of 1 000 independent values in 97.7 % of simulated runs,
+interpolated ones in 95.2 %.
+
+Requests that run in lockstep, or wait for the same stall, say less than their number. It is divided by the integrated
+autocorrelation time of what the bound is made of: the series of "slower than the quantile or not". The ranks of the
+values, the usual choice, look at the bulk: for a P99 made of stalls they found 2 700 independent values where there
+were 700, and the interval held in 71 % of runs; for AR(1) series, whose tail is less correlated than their bulk, it
+held in all of them. (The percentile interval of a moving-block bootstrap, the other usual answer, cannot reach beyond
+the largest value: at an effective n of 100 to 400 it held the true P99 in 66 to 90 % of lockstep and AR(1) series.) A
+memory longer than the tail can show is underestimated: AR(1) of 0.9, 4 000 values, P99: held in about 92 % of runs.
+`lab.proof.coverage` measures how often these intervals hold, through the probe's own driver.
+
+Below `min_n`, where correlation takes the upper bound away, the lower one stands alone, one-sided at 97.5 %, at a whole
+rank: an effective n of tens is itself known to within a half only. It is not given where it would be the largest of all
 (P99: an effective n of 1 or 2), for which of the correlated values stands for that one is unknown.
 
-Of requests that run in lockstep each says little that its neighbours do not. Their number is divided by the integrated
-autocorrelation time of the series' ranks, and the interval is taken at that effective n. (The percentile interval of
-a moving-block bootstrap, the usual answer, cannot reach beyond the largest observation: at an effective n of 100 to 400
-it held the true P99 in 66 to 90 % of simulated lockstep and AR(1) series, order statistics at the effective n in 95 to
-99 %.)
-Standard deviations, which are no order statistics, get a moving-block bootstrap (Künsch 1989), blocks from the same
+Standard deviations, which are no order statistics, get a moving-block bootstrap (Künsch 1989), blocks from the ranks'
 autocorrelation time.
 """
 
@@ -29,6 +38,7 @@ FloatArray = NDArray[np.float64]
 
 TAIL = 0.025
 _WINDOW = 5  # lags summed: this many autocorrelation times (Sokal)
+_LEAST_TAIL = 60  # values beyond a level whose correlation can still be told from noise
 _RESAMPLES = 1000
 _MAX_BLOCKS = 2000
 
@@ -62,16 +72,19 @@ def min_n(q: float) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def order_statistics(n: int, q: float) -> tuple[int, int]:
-    """Ranks (l, u), counted from 1, of the interval for the q-quantile; l = 0 or u = n + 1 where none exists."""
-    k = np.arange(n)
-    log_ratio = np.log(n - k) - np.log(k + 1.0) + math.log(q) - math.log1p(-q)
-    log_pmf = n * math.log1p(-q) + np.concatenate([[0.0], np.cumsum(log_ratio)])
-    pmf = np.exp(log_pmf)
-    below = np.cumsum(pmf)  # P(B <= k)
+    """Whole ranks (l, u), counted from 1, of the narrowest interval for the q-quantile that leaves each tail at most
+    2.5 %; l = 0 or u = n + 1 where none exists."""
+    pmf = _binomial(n, q)
     above = np.cumsum(pmf[::-1])[::-1]  # P(B >= k)
-    low = int(np.searchsorted(below, TAIL, side="right"))
+    low = int(np.searchsorted(np.cumsum(pmf), TAIL, side="right"))
     fits = np.flatnonzero(above <= TAIL)
     return low, int(fits[0]) if len(fits) else n + 1
+
+
+@functools.lru_cache(maxsize=1024)
+def interpolated_ranks(n: int, q: float) -> tuple[float, float]:
+    """Ranks (l, u) of the interval that leaves each tail 2.5 %, with the share of the way to the next; n >= min_n."""
+    return _interpolated_rank(n, q, TAIL), _interpolated_rank(n, q, 1.0 - TAIL)
 
 
 def percentile(values: FloatArray, q: float, effective_n: int | None = None) -> Figure:
@@ -81,7 +94,7 @@ def percentile(values: FloatArray, q: float, effective_n: int | None = None) -> 
 
     Args:
         values: [n], any order.
-        effective_n: independent observations they are worth; n when None.
+        effective_n: independent observations they are worth (`effective_size(values, q)`); n when None.
     """
     n = len(values)
     effective = n if effective_n is None else effective_n
@@ -89,12 +102,12 @@ def percentile(values: FloatArray, q: float, effective_n: int | None = None) -> 
         return Figure(None, None, None, n, effective, f"n too small: {n} of the {min_n(q)} that {label(q)} needs")
     ordered = np.sort(values)
     rank = max(1, math.ceil(n * q))
-    low_rank, high_rank = order_statistics(effective, q)
+    low_rank, high_rank = interpolated_ranks(effective, q) if effective >= min_n(q) else order_statistics(effective, q)
     value, low, high = _finite(ordered[rank - 1]), None, None
     if 1 <= low_rank < effective:
-        low = _finite(ordered[min(rank, _stretch(low_rank, effective, n)) - 1])
+        low = _finite(min(ordered[rank - 1], _between(ordered, low_rank, effective)))
     if high_rank <= effective:
-        high = _finite(ordered[max(rank, _stretch(high_rank, effective, n)) - 1])
+        high = _finite(max(ordered[rank - 1], _between(ordered, high_rank, effective)))
     return Figure(value, low, high, n, effective, _reason(value, low, high, n, effective, q))
 
 
@@ -119,14 +132,19 @@ def autocorrelation_time(values: FloatArray) -> float:
     return float(time[last] / max(0.5, 1.0 - (2 * last + 1) / n))
 
 
-def effective_size(values: FloatArray) -> int:
+def effective_size(values: FloatArray, q: float | None = None) -> int:
     """Independent observations that a series in order of time is worth; n unless its correlation is significant.
 
     Significant: the autocorrelation time exceeds 1 by twice the standard error it has on independent values,
     sqrt(2 (2·5 + 1) / n) (Madras & Sokal 1988).
+
+    Args:
+        values: [n], in order of time.
+        q: worth for the q-quantile, by which values exceed it; by their ranks when None. Where fewer than 60 lie on
+            one side of the quantile, the level that leaves 60 there (a half of a short series) stands for it.
     """
     n = len(values)
-    time = autocorrelation_time(values)
+    time = autocorrelation_time(values if q is None else _exceeding(values, q))
     if n == 0 or time <= 1.0 + 2.0 * math.sqrt(2.0 * (2 * _WINDOW + 1) / n):
         return n
     return max(1, int(n / time))
@@ -171,9 +189,47 @@ def _ranks(values: FloatArray) -> FloatArray:
     return np.asarray((np.cumsum(counts) - (counts - 1) / 2.0)[inverse], np.float64)
 
 
-def _stretch(rank: int, effective: int, n: int) -> int:
-    """The rank among n values of a rank among `effective` ones."""
-    return max(1, math.ceil(rank * n / effective))
+def _binomial(n: int, q: float) -> FloatArray:
+    """P(B = k) for k = 0 … n, by logarithms: (1-q)^n underflows."""
+    k = np.arange(n)
+    log_ratio = np.log(n - k) - np.log(k + 1.0) + math.log(q) - math.log1p(-q)
+    return np.asarray(np.exp(n * math.log1p(-q) + np.concatenate([[0.0], np.cumsum(log_ratio)])))
+
+
+def _interpolated_rank(n: int, q: float, probability: float) -> float:
+    """The rank at which a bound lies above the q-quantile with that probability.
+
+    x_(r) does so with P(B < r). Between x_(r) and x_(r+1) only the event B = r matters; given it, the distances of
+    these two from the quantile are nearly exponential with rates proportional to r / q and (n-r) / (1-q).
+    """
+    pmf = _binomial(n, q)
+    below = np.cumsum(pmf)
+    rank = int(np.searchsorted(below, probability, side="right"))
+    if rank == 0 or rank >= n:
+        return float(min(rank, n))
+    share = (probability - below[rank - 1]) / pmf[rank]
+    odds = share / (1.0 - share) * (q * (n - rank)) / ((1.0 - q) * rank)
+    return rank + float(odds / (1.0 + odds))
+
+
+def _between(ordered: FloatArray, rank: float, effective: int) -> np.float64:
+    """The value at a rank among `effective` ones. Each of these stands for n / effective values: their middle is taken,
+    because at the edge an effective n a little too small would already mean the neighbour."""
+    n, whole = len(ordered), int(rank)
+    places = [round((one - 0.5) * n / effective + 0.5) for one in (whole, whole + 1)]
+    lower, upper = (ordered[min(n, max(1, place)) - 1] for place in places)
+    return np.float64(lower if rank == whole or lower == upper else lower + (rank - whole) * (upper - lower))
+
+
+def _exceeding(values: FloatArray, q: float) -> FloatArray:
+    """1 where a value exceeds the sample's q-quantile, else 0; where none does, where it is reached."""
+    n = len(values)
+    if n == 0:
+        return values
+    least = min(_LEAST_TAIL, n // 2)
+    level = np.sort(values)[min(max(math.ceil(n * q), least, 1), n - least) - 1]
+    exceeding = values > level
+    return np.asarray(exceeding if exceeding.any() else values >= level, np.float64)
 
 
 def _finite(value: np.float64) -> float | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
+from p99lab.probe.ahead import Ahead
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.targets import Chunk, RequestError, Served, Target
-from p99lab.probe.workload import ClosedLoad, Load, Query
+from p99lab.probe.workload import ClosedLoad, Load, Query, with_end
 
 Clock = Callable[[], float]
 
@@ -28,11 +30,20 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """All records of a run in the order of their queries, and the target's counters before and after."""
+    """All records of a run in the order of their queries, and the target's counters before and after.
+
+    `began_unix_s`: when the clock of the records stood at 0.
+    """
 
     records: tuple[RequestRecord, ...]
     counters_before: dict[str, int]
     counters_after: dict[str, int]
+    began_unix_s: float = 0.0
+
+    @property
+    def num_cancelled(self) -> int:
+        """Requests still under way when the last measured one had ended; they are among the records."""
+        return sum(record.outcome is Outcome.CANCELLED for record in self.records)
 
 
 async def drive(
@@ -46,23 +57,27 @@ async def drive(
 ) -> Run:
     """Run the load to its end.
 
-    Warm-up requests are followed by measured ones without a pause, and the load is kept up (`Phase.COOLDOWN`) until
-    the last measured request has ended: otherwise the last ones would be answered by an idle target. What is then
-    still in flight is cancelled. Cancelling this call closes every stream before it returns.
+    Queries are made beforehand as far as memory allows, so that no send waits for one (`Ahead`). Warm-up requests are
+    followed by measured ones without a pause, and the load is kept up (`Phase.COOLDOWN`) until the last measured
+    request has ended: otherwise the last ones would be answered by an idle target. What is then still in flight is
+    cancelled, and recorded as such. Cancelling this call closes every stream before it returns.
 
     Args:
         clock: seconds, must advance as the event loop's sleeps do.
         spin_s: an open load stops sleeping this long before an arrival and polls, because timers of an event loop are
             a millisecond coarse.
     """
+    load = with_end(load)
+    ahead = Ahead(queries, load)
+    await ahead.make_first()
     before = await target.counters()
-    sending = _Sending(target, load, queries, on_progress, clock, spin_s)
+    sending = _Sending(target, load, ahead, on_progress, clock, spin_s)
     try:
         await sending.run()
     except BaseExceptionGroup as group:
         raise _first(group) from None  # the fault itself; what it cancelled adds nothing
     records = tuple(sorted(sending.records, key=lambda record: record.index))
-    return Run(records, before, await target.counters())
+    return Run(records, before, await target.counters(), sending.began_unix_s)
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -84,18 +99,27 @@ class _Tape:
         self.served = chunk.served or self.served
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    outcome: Outcome
+    error: str | None = None
+    detail: str | None = None
+
+
 @dataclass(slots=True)
 class _Sending:
     """One run in progress."""
 
     target: Target
     load: Load
-    queries: Iterator[Query]
+    ahead: Ahead
     on_progress: Callable[[Progress], None] | None
     clock: Clock
     spin_s: float
     records: list[RequestRecord] = field(default_factory=list)
     origin_s: float = 0.0
+    began_unix_s: float = 0.0
+    due_s: float = math.inf  # the next arrival of an open load
     num_taken: int = 0
     num_in_flight: int = 0
     measured_in_flight: int = 0
@@ -105,7 +129,7 @@ class _Sending:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        self.origin_s = self.clock()
+        self.began_unix_s, self.origin_s = time.time(), self.clock()
         async with asyncio.TaskGroup() as group:
             if isinstance(self.load, ClosedLoad):
                 clients = range(self.load.concurrency)
@@ -114,6 +138,7 @@ class _Sending:
                 tasks = [group.create_task(self.arrivals())]
             if self.load.duration_s is not None:
                 tasks.append(group.create_task(self.close_at(self.load.duration_s)))
+            tasks.append(group.create_task(self.ahead.keep_filled(lambda: self.due_s - self.now_s())))
             await self.finished.wait()
             for task in tasks:
                 task.cancel()
@@ -136,8 +161,9 @@ class _Sending:
             return
         intended_s = query.intended_s if query.intended_s is not None else self.now_s()
         phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
+        self.due_s = intended_s
         await self.sleep_until(intended_s)
-        group.create_task(self.arrival(group))  # makes its query after this one is sent
+        group.create_task(self.arrival(group))  # begins after this one is sent
         await self.exchange(query, phase, None)
 
     async def close_at(self, duration_s: float) -> None:
@@ -150,7 +176,7 @@ class _Sending:
 
     def take(self) -> Query | None:
         """The next query; None when there is nothing left to send for."""
-        query = None if self.finished.is_set() else next(self.queries, None)
+        query = None if self.finished.is_set() else self.ahead.take()
         if query is None:
             self.close_window()
         else:
@@ -192,21 +218,34 @@ class _Sending:
 
     async def exchange(self, query: Query, phase: Phase, client: int | None) -> None:
         """Send one query and record what comes back, also when this is cancelled."""
-        tape, outcome, error = _Tape(), Outcome.CANCELLED, None
+        tape, end = _Tape(), _End(Outcome.CANCELLED)
         send_s = self.now_s()
         self.num_in_flight += 1
         try:
-            async with asyncio.timeout(self.load.timeout_s), aclosing(self.target.send(query)) as chunks:
-                async for chunk in chunks:
-                    tape.add(chunk, self.now_s())
-            outcome, error = (Outcome.OK, None) if tape.times_s else (Outcome.ERROR, "empty answer")
-        except TimeoutError:
-            outcome, error = Outcome.TIMEOUT, f"no end after {self.load.timeout_s:g} s"
-        except RequestError as failure:
-            outcome, error = failure.outcome, failure.kind
+            end = await self.answered(query, tape)
         finally:
             self.num_in_flight -= 1
-            self.keep(_record(query, phase, client, send_s, self.now_s(), tape, outcome, error))
+            self.keep(_record(query, phase, client, send_s, self.now_s(), tape, end))
+
+    async def answered(self, query: Query, tape: _Tape) -> _End:
+        """How an answer ended; what came of it is on the tape."""
+        load, now = self.load, asyncio.get_running_loop().time
+        ends_at, idle_s = now() + load.timeout_s, load.idle_timeout_s
+        try:
+            async with (
+                asyncio.timeout_at(ends_at if idle_s is None else min(ends_at, now() + idle_s)) as limit,
+                aclosing(self.target.send(query)) as chunks,
+            ):
+                async for chunk in chunks:
+                    tape.add(chunk, self.now_s())
+                    if idle_s is not None:
+                        limit.reschedule(min(ends_at, now() + idle_s))
+        except TimeoutError:
+            whole = idle_s is None or limit.when() == ends_at
+            return _End(Outcome.TIMEOUT, f"no end after {load.timeout_s:g} s" if whole else f"nothing for {idle_s:g} s")
+        except RequestError as failure:
+            return _End(failure.outcome, failure.kind, failure.detail)
+        return _End(Outcome.OK) if tape.times_s else _End(Outcome.ERROR, "empty answer")
 
     def keep(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -226,8 +265,7 @@ def _record(
     send_s: float,
     end_s: float,
     tape: _Tape,
-    outcome: Outcome,
-    error: str | None,
+    end: _End,
 ) -> RequestRecord:
     served, timeline = tape.served, tape.served.timeline
     num_prompt_tokens = served.num_prompt_tokens if served.num_prompt_tokens is not None else query.prompt.num_tokens
@@ -242,10 +280,12 @@ def _record(
         first_token_s=tape.times_s[0] if tape.times_s else None,
         end_s=end_s,
         token_times_s=tuple(tape.times_s),
-        outcome=outcome,
-        error=error,
+        outcome=end.outcome,
+        error=end.error,
+        error_detail=end.detail,
         max_tokens=query.max_tokens,
         num_prompt_tokens=num_prompt_tokens,
+        num_prompt_tokens_sent=None if query.prompt.token_ids is None else query.prompt.num_tokens,
         num_document_tokens=round(document_share * num_prompt_tokens),
         num_cached_tokens=served.num_cached_tokens,
         num_output_tokens=served.num_output_tokens if served.num_output_tokens is not None else len(tape.times_s),

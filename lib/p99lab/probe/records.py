@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ class Outcome(enum.StrEnum):
     ERROR = "error"  # refused, failed or malformed; `error` says how
     CUT = "cut"  # the stream ended before the answer did
     TIMEOUT = "timeout"
-    CANCELLED = "cancelled"  # by us; never counted
+    CANCELLED = "cancelled"  # by us, at the end of a run; never a measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,10 @@ class RequestRecord:
     """What happened to one request, as its client saw it.
 
     `intended_s` is the arrival that an open load meant, None in a closed one. `token_times_s` holds one time per
-    token, or per chunk where a server bundles tokens (`num_output_tokens` counts tokens). The five shares and
-    `num_preemptions` are the engine's own account (`engine.request.Timeline`), None where the target gives none.
+    token, or per chunk where a server bundles tokens (`num_output_tokens` counts tokens). `error` is one of few kinds,
+    `error_detail` what the target said besides. `num_prompt_tokens` is the target's count where it gives one,
+    `num_prompt_tokens_sent` ours (None where we could only estimate): their difference is the drift. The five shares
+    and `num_preemptions` are the engine's own account (`engine.request.Timeline`), None where the target gives none.
     """
 
     index: int
@@ -58,6 +60,8 @@ class RequestRecord:
     stalled_s: float | None = None
     scheduling_s: float | None = None
     num_preemptions: int | None = None
+    num_prompt_tokens_sent: int | None = None
+    error_detail: str | None = None
 
     @property
     def start_s(self) -> float:
@@ -91,8 +95,20 @@ def to_table(records: Iterable[RequestRecord], **columns: str) -> pa.Table:
 
 
 def from_table(table: pa.Table) -> list[RequestRecord]:
-    """The records of a table; columns that are not theirs are left aside."""
-    return [_record(row) for row in table.select(SCHEMA.names).to_pylist()]
+    """The records of a table; columns that are not theirs are left aside, those with a default may be missing."""
+    added = {f.name for f in fields(RequestRecord) if f.default is not MISSING}  # older files may lack them
+    names = [name for name in SCHEMA.names if name in table.column_names or name not in added]
+    return [from_row(row) for row in table.select(names).to_pylist()]
+
+
+def from_row(row: dict[str, Any]) -> RequestRecord:
+    """A record from plain values by field."""
+    typed = {
+        "phase": Phase(row["phase"]),
+        "outcome": Outcome(row["outcome"]),
+        "token_times_s": tuple(row["token_times_s"]),
+    }
+    return RequestRecord(**{**row, **typed})
 
 
 def write_parquet(records: Sequence[RequestRecord], path: Path, **columns: str) -> None:
@@ -101,12 +117,3 @@ def write_parquet(records: Sequence[RequestRecord], path: Path, **columns: str) 
 
 def read_parquet(path: Path) -> list[RequestRecord]:
     return from_table(pq.read_table(path))
-
-
-def _record(row: dict[str, Any]) -> RequestRecord:
-    typed = {
-        "phase": Phase(row["phase"]),
-        "outcome": Outcome(row["outcome"]),
-        "token_times_s": tuple(row["token_times_s"]),
-    }
-    return RequestRecord(**{**row, **typed})

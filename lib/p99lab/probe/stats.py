@@ -6,26 +6,25 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from hdrh.histogram import HdrHistogram
 
 from p99lab.probe.intervals import Figure, FloatArray, effective_size, min_n, order_statistics, percentile, spread
 from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.steady import SteadyWindow, steady_window
-from p99lab.probe.workload import CacheState, Load, OpenLoad
+from p99lab.probe.workload import CacheState, ClosedLoad, Load
 
 LATENESS_LIMIT_S = 0.005
 LATENESS_SHARE = 0.01
 COLD_SHARE, COLD_TOKENS = 0.01, 32  # of a prompt, found by accident: a template's head, a line's first token
 PRIMED_SHARE = 0.90  # of the documents' tokens; block caches round down
+MATERIAL_DRIFT = 0.01
+KNOWN_QUESTIONS_SHARE = 0.05  # of the requests: above, the cache held what only this run should have asked
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 METRICS = ("ttft", "itl", "tpot", "e2e", "queue_time", "ttft_from_send", "e2e_from_send")
 SHARES = ("lateness", "queue", "prefill", "decode", "stalled", "scheduling", "client")
-_TOP_S = 3600
 
 
 # --- metrics of requests --------------------------------------------------------------------------------------------
@@ -113,7 +112,7 @@ class Distribution:
             mean_s=float(answered.mean()) if len(answered) else None,
             max_s=float(answered.max()) if len(answered) else None,
             std=spread(values),
-            percentiles={name: percentile(values, q, effective) for name, q in QUANTILES.items()},
+            percentiles={name: percentile(values, q, effective_size(values, q)) for name, q in QUANTILES.items()},
             reason=None if len(values) else why_empty or "no such measurement",
         )
 
@@ -166,6 +165,7 @@ class HitRates:
     """What the target's cache held. `verdict`: as declared, contaminated, or unknown where nothing is reported.
 
     `cached_share`: of the measured prompts' tokens. `document_share`: of what a primed cache would hold, the documents.
+    `known_questions`: share of the requests whose question was cached too, for the most part: it had been asked before.
     `counter_share`: by the target's own totals over the whole run, warm-up included.
     """
 
@@ -173,25 +173,47 @@ class HitRates:
     verdict: str
     cached_share: float | None
     document_share: float | None
+    known_questions: float | None
     counter_share: float | None
     reason: str | None = None
 
     @classmethod
     def of(cls, records: Sequence[RequestRecord], run: Run, declared: CacheState) -> HitRates:
-        known = [r for r in records if r.num_cached_tokens is not None and r.outcome is Outcome.OK]
+        known = _with_hits_reported(records, run)
         counters = _counter_share(run)
         cached = sum(record.num_cached_tokens or 0 for record in known)
         prompts = sum(record.num_prompt_tokens for record in known)
         documents = sum(min(record.num_document_tokens, record.num_prompt_tokens) for record in known)
         share = cached / prompts if prompts else counters
-        of_documents = cached / documents if documents else None
+        of_documents = min(1.0, cached / documents) if documents else None
+        asked_before = sum(map(_question_known, known)) / len(known) if known else None
         allowed = COLD_SHARE + (COLD_TOKENS * len(known) / prompts if prompts else 0.0)
-        verdict, reason = _cache_verdict(declared, share, of_documents, allowed)
-        return cls(declared, verdict, share, of_documents, counters, reason)
+        verdict, reason = _cache_verdict(declared, share, of_documents, asked_before, allowed)
+        return cls(declared, verdict, share, of_documents, asked_before, counters, reason)
+
+
+def _with_hits_reported(records: Sequence[RequestRecord], run: Run) -> list[RequestRecord]:
+    """Answered requests whose hits are known; none where the target tells them of no request.
+
+    Where it does, a request without a number found nothing: vLLM leaves the number out when it is 0.
+    """
+    if all(record.num_cached_tokens is None for record in run.records):
+        return []
+    return [record for record in records if record.outcome is Outcome.OK]
+
+
+def _question_known(record: RequestRecord) -> bool:
+    """More than half of what follows the document was cached; lengths may be estimates, hence the half."""
+    question = record.num_prompt_tokens - record.num_document_tokens
+    return record.num_prompt_tokens - (record.num_cached_tokens or 0) < question / 2
 
 
 def _cache_verdict(
-    declared: CacheState, share: float | None, of_documents: float | None, allowed: float
+    declared: CacheState,
+    share: float | None,
+    of_documents: float | None,
+    asked_before: float | None,
+    allowed: float,
 ) -> tuple[str, str | None]:
     if declared == "mixed":
         return "as declared", None
@@ -202,6 +224,8 @@ def _cache_verdict(
     held = share if of_documents is None else of_documents
     if declared == "primed" and held < PRIMED_SHARE:
         return "contaminated", f"declared primed, but only {held:.1%} of the documents' tokens were cached"
+    if declared == "primed" and asked_before is not None and asked_before > KNOWN_QUESTIONS_SHARE:
+        return "contaminated", f"declared primed, but {asked_before:.0%} of the questions had been asked before"
     return "as declared", None
 
 
@@ -211,6 +235,26 @@ def _counter_share(run: Run) -> float | None:
         for name in ("num_queried_tokens", "num_cached_tokens")
     )
     return cached / queried if queried > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """Requests sent and not ended: over the time of the used requests, and those cancelled at the run's end."""
+
+    mean: float | None
+    most: int
+    at_end: int
+
+    @classmethod
+    def of(cls, records: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> InFlight:
+        at_end = sum(record.outcome is Outcome.CANCELLED for record in records)
+        if not used:
+            return cls(None, 0, at_end)
+        begin, end = min(r.send_s for r in used), max(r.end_s for r in used)
+        overlaps = [max(0.0, min(r.end_s, end) - max(r.send_s, begin)) for r in records]
+        sends = np.array([r.send_s for r in records if begin <= r.send_s <= end])
+        most = int(concurrency_at(sends, records).max())
+        return cls(sum(overlaps) / (end - begin) if end > begin else None, most, at_end)
 
 
 # --- where the time went --------------------------------------------------------------------------------------------
@@ -251,6 +295,7 @@ def attributions(records: Sequence[RequestRecord]) -> dict[str, dict[str, Any]]:
 class Summary:
     """A run in figures. Metrics cover the measured requests of the steady window (all of them where there is none).
 
+    `prompt_drift`: prompt tokens as the target counted them, per token as we did; None where we could not count.
     `void`: reasons for which its figures must not be used. `notes`: what a reader should know.
     """
 
@@ -260,24 +305,28 @@ class Summary:
     hit_rates: HitRates
     steady_window: SteadyWindow
     attribution: dict[str, dict[str, Any]]
+    in_flight: InFlight
+    prompt_drift: float | None
     requests_per_s: float | None
     output_tokens_per_s: float | None
     void: tuple[str, ...]
     notes: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, metrics at the top level by name."""
+        """Plain values, what a reader needs first at the beginning, metrics at the top level by name."""
         return {
-            **{name: metric.as_dict() for name, metric in self.metrics.items()},
-            "lateness": self.lateness.as_dict(),
-            "hit_rates": asdict(self.hit_rates),
-            "steady_window": self.steady_window.as_dict(),
-            "counts": self.counts,
-            "attribution": self.attribution,
-            "requests_per_s": self.requests_per_s,
-            "output_tokens_per_s": self.output_tokens_per_s,
             "void": list(self.void),
             "notes": list(self.notes),
+            "counts": self.counts,
+            "in_flight": asdict(self.in_flight),
+            "requests_per_s": self.requests_per_s,
+            "output_tokens_per_s": self.output_tokens_per_s,
+            **{name: metric.as_dict() for name, metric in self.metrics.items()},
+            "steady_window": self.steady_window.as_dict(),
+            "hit_rates": asdict(self.hit_rates),
+            "prompt_drift": self.prompt_drift,
+            "lateness": self.lateness.as_dict(),
+            "attribution": self.attribution,
         }
 
 
@@ -313,11 +362,20 @@ def summarise(run: Run, load: Load) -> Summary:
         hit_rates=hits,
         steady_window=window,
         attribution=attributions(used),
+        in_flight=InFlight.of(run.records, used),
+        prompt_drift=prompt_drift(used),
         requests_per_s=len(answered) / seconds if seconds > 0 else None,
         output_tokens_per_s=num_tokens / seconds if seconds > 0 else None,
         void=tuple(_void(counted, lateness, hits)),
         notes=tuple(_notes(used, load, window, hits, metrics)),
     )
+
+
+def prompt_drift(records: Iterable[RequestRecord]) -> float | None:
+    """Prompt tokens as the target counted them over those that we sent; None where either is not known."""
+    both = [(r.num_prompt_tokens, r.num_prompt_tokens_sent) for r in records if r.outcome is Outcome.OK]
+    pairs = [(counted, sent) for counted, sent in both if sent]
+    return sum(counted for counted, _ in pairs) / sum(sent for _, sent in pairs) if pairs else None
 
 
 def _why_empty(metric: str) -> str | None:
@@ -333,10 +391,11 @@ def _answered_within(run: Sequence[RequestRecord], used: Sequence[RequestRecord]
 
 
 def _counts(records: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> dict[str, int]:
-    """Requests by phase, those the figures use, and their outcomes (errors by kind)."""
-    phases = Counter(str(record.phase) for record in records)
+    """Requests by phase (those we cancelled apart), those the figures use, and their outcomes (errors by kind)."""
+    phases = Counter(str(record.phase) for record in records if record.outcome is not Outcome.CANCELLED)
+    cancelled = sum(record.outcome is Outcome.CANCELLED for record in records)
     kinds = Counter(f"{r.outcome}: {r.error}" if r.error else str(r.outcome) for r in used)
-    return {**dict(phases), "used": len(used), **dict(kinds)}
+    return {"sent": len(records), **dict(phases), "cancelled": cancelled, "used": len(used), **dict(kinds)}
 
 
 def _void(counted: Sequence[RequestRecord], lateness: Lateness, hits: HitRates) -> Iterable[str]:
@@ -355,7 +414,7 @@ def _notes(
     hits: HitRates,
     metrics: dict[str, Distribution],
 ) -> Iterable[str]:
-    if not isinstance(load, OpenLoad):
+    if isinstance(load, ClosedLoad):
         yield "closed load: timed from send; it measures capacity, not a tail under a given demand"
     if window.verdict != "steady":
         yield f"no steady window ({window.verdict}: {window.reason}): the figures cover all measured requests"
@@ -363,6 +422,8 @@ def _notes(
         yield f"cache state not checked: {hits.reason}"
     if metrics["e2e"].effective_n < metrics["e2e"].n:
         yield f"correlated requests: {metrics['e2e'].n} are worth {metrics['e2e'].effective_n} independent ones"
+    if (drift := prompt_drift(used)) is not None and abs(drift - 1.0) > MATERIAL_DRIFT:
+        yield f"tokenizers differ: the target counted {drift:.3f} prompt tokens for each that was sent"
     answered = [record for record in used if record.outcome is Outcome.OK]
     if short := sum(record.num_output_tokens < record.max_tokens for record in answered):
         yield f"{short} of {len(answered)} answers are shorter than asked for"
@@ -372,57 +433,3 @@ def _notes(
 
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{1000 * seconds:.2f} ms"
-
-
-# --- goodput and histograms -----------------------------------------------------------------------------------------
-
-
-def goodput(points: Iterable[tuple[float, Figure]], slo_s: float) -> float | None:
-    """The highest rate whose figure (P99, as a rule) meets the SLO, and with it every lower rate measured; or None.
-
-    Args:
-        points: (rate, figure) in any order; a figure without a value does not meet it.
-    """
-    best = None
-    for rate, figure in sorted(points, key=lambda point: point[0]):
-        if figure.value is None or figure.value > slo_s:
-            break
-        best = rate
-    return best
-
-
-def histogram(values_s: FloatArray) -> HdrHistogram:
-    """Finite values in microseconds, three digits, up to an hour; histograms of this kind can be added."""
-    hdr = HdrHistogram(1, _TOP_S * 1_000_000, 3)
-    micros = np.clip(np.round(values_s[np.isfinite(values_s)] * 1e6), 1, _TOP_S * 1_000_000).astype(np.int64)
-    for value, times in zip(*np.unique(micros, return_counts=True), strict=True):
-        hdr.record_value(int(value), int(times))
-    return hdr
-
-
-def merged(encoded: Iterable[bytes]) -> HdrHistogram:
-    """One histogram of several encoded ones (`histogram(...).encode()`), of several runs, say."""
-    total = HdrHistogram(1, _TOP_S * 1_000_000, 3)
-    for one in encoded:
-        total.decode_and_add(one)
-    return total
-
-
-def write_histograms(values: dict[str, FloatArray], path: Path, began_unix_s: float, seconds: float) -> None:
-    """An HDR log with one tagged histogram per metric, readable by HdrHistogram's own tools.
-
-    Written here: the library's writer knows no tags.
-    """
-    lines = ["#[Histogram log format version 1.3]", f"#[StartTime: {began_unix_s:.3f} (seconds since epoch)]"]
-    lines.append('"StartTimestamp","Interval_Length","Interval_Max","Interval_Compressed_Histogram"')
-    for name, series in values.items():
-        hdr = histogram(series)
-        largest_s = hdr.get_max_value() / 1e6
-        lines.append(f"Tag={name},{began_unix_s:.3f},{seconds:.3f},{largest_s:.6f},{hdr.encode().decode()}")
-    path.write_text("\n".join(lines) + "\n")
-
-
-def read_histograms(path: Path) -> dict[str, HdrHistogram]:
-    """The histograms of such a log by metric; `merged` takes their `encode()`."""
-    rows = [line.split(",") for line in path.read_text().splitlines() if line.startswith("Tag=")]
-    return {tag.removeprefix("Tag="): HdrHistogram.decode(payload) for tag, _, _, _, payload in rows}

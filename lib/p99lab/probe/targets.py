@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import socket
+import ssl
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -14,47 +15,28 @@ import httpx
 import numpy as np
 import orjson
 
-from p99lab.engine.request import IntArray, SamplingParams, Timeline
+from p99lab.engine.request import FinishReason, IntArray, SamplingParams
 from p99lab.errors import BadParameterError, P99labError, did_you_mean
+from p99lab.probe.answers import Chunk as Chunk
+from p99lab.probe.answers import RequestError as RequestError
+from p99lab.probe.answers import Served as Served
 from p99lab.probe.documents import Document, Tokenize
+from p99lab.probe.openai_stream import chunks, message_of
 from p99lab.probe.records import Outcome
+from p99lab.probe.tokenizer import without_special_tokens
 from p99lab.probe.workload import Query
+from p99lab.strict import StrictModel
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_TIMEOUT_S = 10.0
+MAX_COMPLAINT_BYTES = 16 << 10
+MAX_LISTED = 8
 
 
 class TargetError(P99labError):
     """The target cannot be reached, or refuses to be measured at all."""
 
     exit_code = 5
-
-
-class RequestError(Exception):
-    """One request failed: it is counted as `outcome`, with `kind` as the reason. Never the end of a run."""
-
-    def __init__(self, outcome: Outcome, kind: str) -> None:
-        super().__init__(kind)
-        self.outcome = outcome
-        self.kind = kind
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The target's own account of a request, with its last chunk; None where it gives none."""
-
-    num_prompt_tokens: int | None = None
-    num_output_tokens: int | None = None
-    num_cached_tokens: int | None = None
-    timeline: Timeline | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Something arrived. `num_tokens` is 0 for a chunk that shows the reader nothing; a chunk of text counts 1."""
-
-    num_tokens: int = 1
-    served: Served | None = None
 
 
 class Target(Protocol):
@@ -122,9 +104,7 @@ class InProcessTarget:
     @property
     def tokenize(self) -> Tokenize | None:
         """The engine's own, without the special tokens that it begins a text with."""
-        encode = self._engine.tokenizer.encode
-        begins_with = len(encode(""))
-        return lambda text: encode(text)[begins_with:]
+        return without_special_tokens(self._engine.tokenizer)
 
     async def open(self) -> None: ...
 
@@ -140,13 +120,18 @@ class InProcessTarget:
     async def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
         ids = query.prompt.token_ids
         params = SamplingParams(max_tokens=query.max_tokens, ignore_eos=query.ignore_eos)
-        events = self._engine.stream(query.prompt.text if ids is None else ids, params)
+        events, finish = self._engine.stream(query.prompt.text if ids is None else ids, params), None
         try:
             async for event in events:
+                finish = event.finish_reason or finish
+                if finish in (FinishReason.ERROR, FinishReason.CANCELLED):
+                    raise RequestError(Outcome.ERROR, f"finish_reason {finish}")
                 yield Chunk(int(event.token_id is not None and event.token_id >= 0), _served(event.usage))
         finally:
             if isinstance(events, AsyncGenerator):
                 await events.aclose()  # a client that leaves cancels its request
+        if finish is None:
+            raise RequestError(Outcome.CUT, "no finish_reason")
 
 
 def _served(usage: Any) -> Served | None:
@@ -158,21 +143,32 @@ def _served(usage: Any) -> Served | None:
 # --- any OpenAI-compatible endpoint ---------------------------------------------------------------------------------
 
 
+class TargetSpec(StrictModel):
+    """An endpoint in plain values; `api_key_env` names the variable that holds the key, which stays there."""
+
+    url: str
+    model: str | None = None
+    endpoint: Endpoint = "completions"
+    api_key_env: str = "OPENAI_API_KEY"
+    send_token_ids: bool = True
+
+
 class OpenAITarget:
     """An endpoint behind `/v1/completions` or `/v1/chat/completions`, streaming, over HTTP.
 
-    Token counts come from the server's `usage`. A chunk of text counts as one arrival, whatever it bundles. The key is
-    read from the environment when a request is made and kept nowhere. Proxies of the environment are not used: they
-    would be measured too.
+    Token counts come from the server's `usage`, an answer's from `tokenize` where the server gives none. A chunk of
+    text counts as one arrival, whatever it bundles. A refused request is not sent again. The key is read from the
+    environment when a request is made and kept nowhere. Proxies of the environment are not used: they would be measured
+    too.
 
     Args:
         base_url: with or without `/v1`.
         model: the endpoint's name for it; its only or first one when None.
         send_token_ids: prompts as ids (completions only), where the workload has them.
+        tokenize: the model's tokenizer, which makes the workload's lengths exact.
     """
 
     transport: Literal["in-process", "http"] = "http"
-    tokenize: Tokenize | None = None
 
     def __init__(
         self,
@@ -181,14 +177,20 @@ class OpenAITarget:
         endpoint: Endpoint = "completions",
         api_key_env: str = "OPENAI_API_KEY",
         send_token_ids: bool = True,
+        tokenize: Tokenize | None = None,
     ) -> None:
         self.base_url = _v1(base_url)
         self.model = model
         self.endpoint = endpoint
+        self.tokenize = tokenize
         self._api_key_env = api_key_env
         self._send_token_ids = send_token_ids
         self._client: httpx.AsyncClient | None = None
         self._totals: dict[str, int] = {}
+
+    @classmethod
+    def of(cls, spec: TargetSpec, tokenize: Tokenize | None = None) -> OpenAITarget:
+        return cls(spec.url, spec.model, spec.endpoint, spec.api_key_env, spec.send_token_ids, tokenize)
 
     @property
     def name(self) -> str:
@@ -198,8 +200,8 @@ class OpenAITarget:
         """Connect and settle the model's name.
 
         Raises:
-            TargetError: nobody answers, or the key is refused.
-            BadParameterError: the endpoint lists models, and this is none of them.
+            TargetError: nobody answers, the key is refused, or the endpoint lists models, and this is none of them.
+            BadParameterError: it lists none, and none is named; or the key cannot be sent.
         """
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the driver limits whole requests
@@ -226,42 +228,75 @@ class OpenAITarget:
     async def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
         if self._client is None:
             raise RuntimeError("open() the target before sending to it")
+        url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
         body = orjson.dumps(self._body(query), option=orjson.OPT_SERIALIZE_NUMPY)
-        path = "completions" if self.endpoint == "completions" else "chat/completions"
+        served: Served | None = None
         try:
-            async with self._client.stream(
-                "POST", f"{self.base_url}/{path}", content=body, headers=self._headers()
-            ) as response:
-                if response.status_code != 200:
-                    raise RequestError(Outcome.ERROR, f"http {response.status_code}")
-                async with aclosing(_chunks(response)) as chunks:
-                    async for chunk in chunks:
-                        self._count(chunk.served)
+            async with self._client.stream("POST", url, content=body, headers=self._headers()) as response:
+                await self._refuse(response)
+                async with aclosing(chunks(response.aiter_bytes(), self.tokenize)) as answer:
+                    async for chunk in answer:
+                        served = chunk.served or served
                         yield chunk
         except httpx.TimeoutException:
             raise RequestError(Outcome.TIMEOUT, "connect timeout") from None
-        except httpx.ConnectError:
-            raise RequestError(Outcome.ERROR, "connection refused") from None
+        except httpx.ConnectError as error:
+            raise RequestError(Outcome.ERROR, connect_failure(error)) from None
         except httpx.TransportError:
             raise RequestError(Outcome.CUT, "connection lost") from None
+        except httpx.DecodingError:
+            raise RequestError(Outcome.ERROR, "undecodable answer") from None
+        finally:
+            self._count(served)
+
+    async def _refuse(self, response: httpx.Response) -> None:
+        """Anything but a stream of events is an error; what it says and when to come again is its detail."""
+        status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if status == 200 and kind in ("", "text/event-stream"):
+            return
+        if status == 200:
+            raise RequestError(Outcome.ERROR, "not an event stream", kind)
+        said = [await self._complaint(response)]
+        if (retry_after := response.headers.get("retry-after")) is not None:
+            said.append(f"Retry-After: {retry_after}")
+        path = f" at {response.url.path}" if status == 404 else ""
+        raise RequestError(Outcome.ERROR, f"http {status}{path}", "; ".join(part for part in said if part))
+
+    async def _complaint(self, response: httpx.Response) -> str | None:
+        """The message of an error's body. A refused key is often repeated in it, so that one is left unread."""
+        if response.status_code in (401, 403):
+            return None
+        body = b""
+        async for block in response.aiter_bytes():
+            body += block
+            if len(body) > MAX_COMPLAINT_BYTES:
+                return None
+        return message_of(body)
 
     async def _settle_model(self, client: httpx.AsyncClient) -> str:
         try:
             response = await client.get(f"{self.base_url}/models", headers=self._headers(), timeout=CONNECT_TIMEOUT_S)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
-            raise TargetError(f"{self.base_url} does not answer: {error or type(error).__name__}") from None
+        except httpx.ConnectError as error:
+            raise TargetError(f"{self.base_url} does not answer: {connect_failure(error)}") from None
+        except httpx.TimeoutException:
+            raise TargetError(f"{self.base_url} does not answer within {CONNECT_TIMEOUT_S:g} s") from None
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise TargetError(f"{self.base_url} does not answer: {str(error) or type(error).__name__}") from None
         if response.status_code in (401, 403):
             raise TargetError(f"{self.base_url} refuses the key in ${self._api_key_env} (http {response.status_code})")
         names = _model_names(response)
         if self.model is None and not names:
             raise BadParameterError(f"{self.base_url} lists no models: name one with --model")
         if self.model is not None and names and self.model not in names:
-            raise BadParameterError(f"{self.base_url} has no model '{self.model}'{did_you_mean(self.model, names)}")
+            near = did_you_mean(self.model, names)
+            raise TargetError(f"{self.base_url} has no model '{self.model}'{near} (it lists: {_listed(names)})")
         return self.model if self.model is not None else names[0]
 
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self._api_key_env)
         always = {"content-type": "application/json", "accept-encoding": "identity"}
+        key = os.environ.get(self._api_key_env, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise BadParameterError(f"${self._api_key_env} holds characters that no key has")
         return {**always, "authorization": f"Bearer {key}"} if key else always
 
     def _body(self, query: Query) -> dict[str, Any]:
@@ -293,60 +328,28 @@ class OpenAITarget:
                 self._totals[name] = self._totals.get(name, 0) + number
 
 
-async def _chunks(response: httpx.Response) -> AsyncGenerator[Chunk, None]:
-    """Server-sent events to chunks.
-
-    Raises:
-        RequestError: the stream is malformed, reports an error, or ends before the answer does.
-    """
-    ended = False
-    async with aclosing(_events(response)) as events:
-        async for event in events:
-            if event == b"[DONE]":
-                return
-            choice, served = _parse(event)
-            ended = ended or choice.get("finish_reason") is not None
-            yield Chunk(int(bool(_text(choice))), served)
-    if not ended:
-        raise RequestError(Outcome.CUT, "stream ended early")
+def connect_failure(error: httpx.ConnectError) -> str:
+    """Why there is no connection, in few words: refused, no such host, TLS, or what the system says."""
+    causes = list(_causes(error))
+    for cause in causes:
+        if isinstance(cause, ConnectionRefusedError):
+            return "connection refused"
+        if isinstance(cause, socket.gaierror):
+            return "no such host"
+        if isinstance(cause, ssl.SSLError):
+            return f"TLS: {getattr(cause, 'verify_message', '') or cause.reason or 'failed'}"
+    said = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
+    return said[-1] if said else "connection failed"
 
 
-async def _events(response: httpx.Response) -> AsyncGenerator[bytes, None]:
-    """The `data:` fields of a stream of server-sent events, each one line in this protocol.
-
-    Whole reads are split here: `aiter_lines` decodes and copies, which is slow for long streams.
-    """
-    rest = b""
-    async for block in response.aiter_raw():
-        *lines, rest = (rest + block).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip()
-    if rest.startswith(b"data:"):
-        yield rest[5:].strip()
-
-
-def _parse(event: bytes) -> tuple[dict[str, Any], Served | None]:
-    try:
-        message = orjson.loads(event)
-        choices = message.get("choices") or [{}]
-        usage = message.get("usage")
-        if message.get("error"):
-            raise RequestError(Outcome.ERROR, "error in the stream")
-        return choices[0], None if not usage else _usage(usage)
-    except (orjson.JSONDecodeError, AttributeError, TypeError):
-        raise RequestError(Outcome.ERROR, "malformed event") from None
-
-
-def _usage(usage: dict[str, Any]) -> Served:
-    details = usage.get("prompt_tokens_details") or {}
-    return Served(usage.get("prompt_tokens"), usage.get("completion_tokens"), details.get("cached_tokens"))
-
-
-def _text(choice: dict[str, Any]) -> str:
-    """What a reader sees of it: text, a chat delta, or a reasoning model's thoughts."""
-    delta = choice.get("delta") or {}
-    return choice.get("text") or delta.get("content") or delta.get("reasoning_content") or ""
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error and all behind it, members of groups included."""
+    yield error
+    for inner in (*(error.exceptions if isinstance(error, BaseExceptionGroup) else ()), error.__cause__):
+        if inner is not None:
+            yield from _causes(inner)
+    if error.__cause__ is None and error.__context__ is not None:
+        yield from _causes(error.__context__)
 
 
 def _model_names(response: httpx.Response) -> list[str]:
@@ -357,10 +360,20 @@ def _model_names(response: httpx.Response) -> list[str]:
         return []
 
 
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:MAX_LISTED]) + (", …" if len(names) > MAX_LISTED else "")
+
+
 def _v1(base_url: str) -> str:
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
+    try:
+        parts = urlsplit(base_url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not match, a port out of range
+        good = False
+    if not good:
         raise BadParameterError(f"target '{base_url}' is neither in-process nor a URL like http://127.0.0.1:8000")
+    if "@" in parts.netloc:
+        raise BadParameterError("a target's URL must not hold a password: give the key by an environment variable")
     return base_url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
 
 

@@ -1,6 +1,7 @@
 """`make proof`: what is too long for `make test`, run part by part; its record is published.
 
 A part is a module of this package with `checks(work)`, which yields a `Check` at a time and may use the folder `work`.
+It may have `EXPLAINS`, Markdown that is published above its checks.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.metadata
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any, Self
 
 import orjson
@@ -46,6 +47,7 @@ class PartRecord:
     dirty: bool
     version: str
     checks: tuple[Check, ...]
+    explains: str = ""
 
     @property
     def passed(self) -> bool:
@@ -74,7 +76,7 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 def checks(part: str, work: Path) -> Iterator[Check]:
     """The checks of a part as they are made."""
-    yield from importlib.import_module(f"p99lab.lab.proof.{part}").checks(work)
+    yield from _module(part).checks(work)
 
 
 def record(part: str, began: datetime.datetime, made: Sequence[Check]) -> PartRecord:
@@ -90,7 +92,12 @@ def record(part: str, began: datetime.datetime, made: Sequence[Check]) -> PartRe
         dirty=git.is_dirty,
         version=importlib.metadata.version("p99lab"),
         checks=tuple(made),
+        explains=getattr(_module(part), "EXPLAINS", ""),
     )
+
+
+def _module(part: str) -> ModuleType:
+    return importlib.import_module(f"p99lab.lab.proof.{part}")
 
 
 def publish(made: PartRecord, folder: Path) -> None:
@@ -109,6 +116,7 @@ def page(records: Sequence[PartRecord]) -> str:
         revision = (part.revision or "unknown")[:12] + (" with changes" if part.dirty else "")
         lines += [f"## {part.part}: {part.says}", ""]
         lines += [f"{part.began}, {part.seconds:.0f} s, {part.hardware}, code {revision}", ""]
+        lines += [part.explains, ""] if part.explains else []
         lines += ["| check | expected | found | | note |", "|---|---|---|---|---|"]
         lines += [_row(check) for check in part.checks]
         lines.append("")

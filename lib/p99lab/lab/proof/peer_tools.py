@@ -1,0 +1,172 @@
+"""guidellm and aiperf, each in an environment of its own, and what they measure in the probe's words."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import venv
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import orjson
+
+from p99lab.engine.model_store import cache_dir
+from p99lab.lab.proof.known_server import MODEL
+from p99lab.probe.workload import ClosedLoad, Load, OpenLoad
+
+CONSTRAINTS = ("torch==2.13.0",)
+PROMPT_TOKENS = 16
+_TOKENIZER = "local/smollm2"
+_REVISION = "0" * 40
+_TIMEOUT_S = 900
+
+
+class PeerError(Exception):
+    """A peer that cannot be installed or does not run: the reason, in one line."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds, by name: `ttft`, `e2e`, `tpot` and P50, P99 of each; `longest_s` of e2e; requests that were answered."""
+
+    percentiles: Mapping[tuple[str, str], float]
+    longest_s: float
+    num_requests: int
+
+
+@dataclass(frozen=True)
+class Peer:
+    """`command`: the load on that URL, files into that folder. `read`: what those files say."""
+
+    name: str
+    requirement: str
+    command: Callable[[str, Load, int, Path, Path], list[str]]
+    read: Callable[[Path], Measured]
+
+    @property
+    def directory(self) -> Path:
+        return cache_dir() / "peers" / self.requirement.replace("==", "-")
+
+    def install(self) -> None:
+        """Into an environment of its own, once.
+
+        Raises:
+            PeerError: the index does not have it, or it does not install.
+        """
+        done = self.directory / "installed"
+        if done.is_file():
+            return
+        shutil.rmtree(self.directory, ignore_errors=True)
+        venv.create(self.directory, with_pip=True)
+        constraints = self.directory / "constraints.txt"
+        constraints.write_text("\n".join(CONSTRAINTS) + "\n")
+        pip = [str(self.directory / "bin" / "python"), "-m", "pip", "install", "--quiet", "--prefer-binary"]
+        _run([*pip, "--constraint", str(constraints), self.requirement], f"cannot install {self.requirement}")
+        done.touch()
+
+    def measure(self, url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path) -> Measured:
+        """Run it once.
+
+        Raises:
+            PeerError: it fails, or leaves no figures.
+        """
+        work.mkdir(parents=True)
+        command = self.command(url, load, num_tokens, _hub_with(tokenizer, work / "hub"), work)
+        command[0] = str(self.directory / "bin" / command[0])
+        _run(command, f"{self.name} failed", HF_HOME=str(work / "hub"), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+        try:
+            return self.read(work)
+        except (OSError, KeyError, IndexError, TypeError, orjson.JSONDecodeError) as error:
+            raise PeerError(f"{self.name} left no figures: {error!r}") from None
+
+
+def _guidellm(url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path) -> list[str]:
+    rate = f"kind=concurrent,streams={load.concurrency}" if isinstance(load, ClosedLoad) else ""
+    rate = rate or f"kind={_arrivals(load)},rate={_rate(load)}"
+    text = f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={num_tokens}"
+    return [
+        *("guidellm", "run", "--disable-console", "--profile", rate, "--data", text),
+        *("--backend", f"kind=openai_http,target={url},model={MODEL},request_format=/v1/completions"),
+        *("--constraint", f"kind=max_requests,count={load.num_requests}"),
+        *("--tokenizer", f"kind=hf_auto,model={tokenizer}"),
+        *("--output", f"kind=json,path={work / 'guidellm.json'}"),
+    ]
+
+
+def _read_guidellm(work: Path) -> Measured:
+    metrics = orjson.loads((work / "guidellm.json").read_bytes())["benchmarks"][0]["metrics"]
+    names = {"ttft": "time_to_first_token_ms", "tpot": "inter_token_latency_ms", "e2e": "request_latency"}
+    found: dict[tuple[str, str], float] = {}
+    for ours, theirs in names.items():
+        scale = 1.0 if ours == "e2e" else 1000.0
+        of_answered = metrics[theirs]["successful"]
+        if of_answered["count"]:
+            found |= {(ours, p): of_answered["percentiles"][p] / scale for p in ("p50", "p99")}
+    return Measured(found, metrics["request_latency"]["successful"]["max"], metrics["request_totals"]["successful"])
+
+
+def _aiperf(url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path) -> list[str]:
+    closed = isinstance(load, ClosedLoad)
+    rate = ["--concurrency", str(load.concurrency)] if isinstance(load, ClosedLoad) else []
+    rate = rate if closed else ["--request-rate", str(_rate(load)), "--arrival-pattern", _arrivals(load)]
+    return [
+        *("aiperf", "profile", "--model", MODEL, "--url", url, "--endpoint-type", "completions", "--streaming"),
+        *(*rate, "--request-count", str(load.num_requests), "--tokenizer", _TOKENIZER),
+        *("--isl", str(PROMPT_TOKENS), "--osl", str(num_tokens), "--use-server-token-count", "--use-legacy-max-tokens"),
+        *("--no-gpu-telemetry", "--no-server-metrics", "--ui", "none", "--artifact-dir", str(work)),
+    ]
+
+
+def _read_aiperf(work: Path) -> Measured:
+    content = orjson.loads((work / "profile_export_aiperf.json").read_bytes())
+    names = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "e2e": "request_latency"}
+    present = {ours: content[theirs] for ours, theirs in names.items() if content.get(theirs)}
+    found = {(ours, p): figures[p] / 1000.0 for ours, figures in present.items() for p in ("p50", "p99")}
+    return Measured(found, content["request_latency"]["max"] / 1000.0, int(content["request_count"]["avg"]))
+
+
+PEERS: Mapping[str, Peer] = MappingProxyType(
+    {
+        "guidellm": Peer("guidellm", "guidellm==0.8.1", _guidellm, _read_guidellm),
+        "aiperf": Peer("aiperf", "aiperf==0.13.0", _aiperf, _read_aiperf),
+    }
+)
+
+
+def _rate(load: Load) -> float:
+    assert isinstance(load, OpenLoad)
+    return load.rate
+
+
+def _arrivals(load: Load) -> str:
+    assert isinstance(load, OpenLoad)
+    return load.arrivals
+
+
+def _hub_with(tokenizer: Path, home: Path) -> Path:
+    """A hub's cache with that directory in it: aiperf takes tokenizers from nowhere else without a network."""
+    place = home / "hub" / f"models--{_TOKENIZER.replace('/', '--')}"
+    (place / "snapshots").mkdir(parents=True)
+    (place / "refs").mkdir()
+    (place / "refs" / "main").write_text(_REVISION)
+    (place / "snapshots" / _REVISION).symlink_to(tokenizer)
+    return tokenizer
+
+
+def _run(command: list[str], failure: str, **environment: str) -> None:
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | environment, timeout=_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PeerError(f"{failure}: {error}") from None
+    if done.returncode != 0:
+        said: list[Any] = [
+            line.strip(" │") for line in (done.stderr + done.stdout).splitlines() if line.strip(" │╰─╯╭╮")
+        ]
+        errors = [line for line in said if "rror" in line]
+        raise PeerError(f"{failure}: {(errors or said or ['no reason given'])[-1]}")

@@ -1,0 +1,125 @@
+"""guidellm and aiperf beside the probe: the same server, which draws the same latencies for each, and the same load.
+
+Where two tools define a figure alike they must agree; where not, `EXPLAINS` says how they differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from p99lab.engine import model_store
+from p99lab.lab.proof import real_runs
+from p99lab.lab.proof.cases import CASES, ONE_STALL
+from p99lab.lab.proof.check import Check
+from p99lab.lab.proof.known_server import serving
+from p99lab.lab.proof.peer_tools import PEERS, Measured, Peer, PeerError
+from p99lab.probe.client_process import ClientProcess
+from p99lab.probe.stats import Summary
+from p99lab.probe.workload import Load, parse_load
+
+EXPLAINS = """Definitions, as their code has them:
+
+| | p99lab probe | guidellm 0.8 | aiperf 0.13 |
+|---|---|---|---|
+| clock of TTFT and E2E starts | at the intended arrival (`…_from_send`: at the send) | at the send | at the send |
+| ITL | each gap between two tokens | a request's mean gap, counted once per token | a request's mean gap |
+| our TPOT, a request's mean gap | TPOT | ITL (its TPOT is E2E over all tokens) | ITL |
+| end of E2E | end of the stream | after the stream | last token |
+| failed requests | slower than any answered one | figures of their own | left out |
+| warm-up | 10 %, no pause before what counts | none unless asked | none unless asked |
+| interval of a percentile | 95 % | none (the mean has one) | none |
+"""
+SEED = 1
+TOLERANCE_S, TOLERANCE_SHARE = 0.005, 0.03  # the greater of both
+OURS = MappingProxyType({"ttft": "ttft_from_send", "e2e": "e2e_from_send", "tpot": "tpot"})
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """One server and load that every tool gets, and the metrics in which their definitions agree."""
+
+    case: str
+    load: Load
+    metrics: tuple[str, ...] = ("ttft", "e2e")
+
+
+def _load(kind: str, **values: float | str) -> Load:
+    return parse_load({"kind": kind, "num_requests": 400, "warmup_share": 0.0, "cache": "mixed", **values})
+
+
+MEETINGS: Mapping[str, Meeting] = MappingProxyType(
+    {
+        "light, open": Meeting("light", _load("open", rate=20.0, arrivals="constant")),
+        "heavy tail, open": Meeting("heavy tail", _load("open", rate=20.0, arrivals="constant")),
+        "heavy tail, Poisson": Meeting("heavy tail", _load("open", rate=20.0)),
+        "slow first chunk, open": Meeting(
+            "slow first chunk", _load("open", rate=20.0, arrivals="constant"), ("ttft", "e2e", "tpot")
+        ),
+        "2 s stall, open": Meeting(ONE_STALL, _load("open", rate=30.0, arrivals="constant", num_requests=600)),
+        "2 s stall, closed": Meeting(ONE_STALL, _load("closed", concurrency=4, num_requests=1000)),
+    }
+)
+
+
+def checks(work: Path) -> Iterator[Check]:
+    tokenizer = model_store.fetch("smollm2-135m")
+    peers = []
+    for peer in PEERS.values():
+        try:
+            peer.install()
+            peers.append(peer)
+        except PeerError as error:
+            yield Check(peer.name, f"{peer.requirement} installs", "it does not", False, str(error))
+    with ClientProcess() as clients:
+        for name, meeting in MEETINGS.items():
+            ours = real_runs.measured(clients, meeting.case, SEED, meeting.load)
+            yield from _differences(name, ours)
+            for peer in peers:
+                yield from _compared(name, meeting, ours, peer, tokenizer, work / peer.name / re.sub(r"\W+", "-", name))
+
+
+def _compared(name: str, meeting: Meeting, ours: Summary, peer: Peer, tokenizer: Path, work: Path) -> Iterator[Check]:
+    try:
+        with serving(meeting.case, SEED) as url:
+            theirs = peer.measure(url, meeting.load, CASES[meeting.case].num_tokens, tokenizer, work)
+    except PeerError as error:
+        yield Check(f"{name}: {peer.name}", "measures", "does not", False, str(error))
+        return
+    yield from agreements(f"{name}: {peer.name}", meeting, ours, theirs)
+
+
+def agreements(name: str, meeting: Meeting, ours: Summary, theirs: Measured) -> Iterator[Check]:
+    """Their figures beside ours, where the definitions agree."""
+    counted = ours.metrics["e2e"].n
+    yield Check(f"{name}, requests", str(counted), str(theirs.num_requests), counted == theirs.num_requests)
+    for metric in meeting.metrics:
+        for p in ("p50", "p99"):
+            figure, other_s = ours.metrics[OURS[metric]].percentiles[p], theirs.percentiles.get((metric, p))
+            if figure.value is None or other_s is None:
+                yield Check(f"{name}, {metric} {p}", "both give it", "one does not", False, figure.reason or "")
+                continue
+            allowed_s = max(TOLERANCE_S, TOLERANCE_SHARE * figure.value)
+            yield Check(
+                f"{name}, {metric} {p}",
+                f"{1000 * figure.value:.1f} ± {1000 * allowed_s:.1f} ms",
+                f"{1000 * other_s:.1f} ms",
+                abs(other_s - figure.value) <= allowed_s,
+                f"ours: {OURS[metric]}",
+            )
+
+
+def _differences(name: str, ours: Summary) -> Iterator[Check]:
+    """What only the probe tells of the same run: its interval, and how late its own clients were."""
+    e2e, late_s = ours.metrics["e2e"].percentiles["p99"], ours.lateness.p99_at_least_s
+    interval = f"{_ms(e2e.low)} to {_ms(e2e.high)} ms, {e2e.n} requests worth {e2e.effective_n}"
+    late = "a closed load intends no arrivals" if late_s is None else f"clients late by a P99 of {_ms(late_s)} ms"
+    found = f"{_ms(e2e.value)} ms ({interval})"
+    yield Check(f"{name}: p99lab, e2e p99 from arrival", "a figure with its interval", found, e2e.low is not None, late)
+
+
+def _ms(seconds: float | None) -> str:
+    return "?" if seconds is None else f"{1000 * seconds:.1f}"

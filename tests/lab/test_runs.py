@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from p99lab.cli import app
+from p99lab.errors import BadParameterError
+from p99lab.lab import alive, inspection, runs
+from p99lab.lab.figures import Figure
+from tests.lab.run_folders import FIRST, NOTEBOOK, SECOND, make_run, tamper
+
+pytestmark = pytest.mark.light
+
+
+def p99lab(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def statuses(outputs: Path) -> dict[str, str]:
+    return {run.id: run.status for run in runs.catalogue(outputs)}
+
+
+def shown(run: runs.Run) -> str:
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(inspection.page(inspection.inspect(run)))
+    return console.export_text()
+
+
+def test_nothing_there_is_an_empty_list(tmp_path: Path) -> None:
+    assert runs.catalogue(tmp_path / "outputs") == []
+
+
+def test_newest_first_and_chosen_by_notebook_status_and_number(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST)
+    make_run(tmp_path, SECOND, status="timed out")
+    make_run(tmp_path, "20261128-120000-000-cccc", "00_environment")
+    found = runs.catalogue(tmp_path)
+    assert [run.id for run in found] == [SECOND, FIRST, "20261128-120000-000-cccc"]
+    assert [run.id for run in runs.choose(found, notebook="headline")] == [SECOND, FIRST]
+    assert [run.id for run in runs.choose(found, notebook="00")] == ["20261128-120000-000-cccc"]
+    assert [run.id for run in runs.choose(found, status="timed out")] == [SECOND]
+    assert [run.id for run in runs.choose(found, last=1)] == [SECOND]
+
+
+@pytest.mark.parametrize("record", ["{", "[1]", "null", "", '{"status": 3}'])
+def test_a_broken_record_costs_itself_alone(tmp_path: Path, record: str) -> None:
+    make_run(tmp_path, FIRST)
+    tamper(make_run(tmp_path, SECOND) / "run.json", record.encode())
+    assert statuses(tmp_path) == {SECOND: "unreadable", FIRST: "completed"}
+    assert runs.catalogue(tmp_path)[0].started == "2026-11-30T12:00:00+00:00"  # by its name
+
+
+def test_foreign_folders_and_files_are_shown_or_left_aside(tmp_path: Path) -> None:
+    (tmp_path / "notes" / "today").mkdir(parents=True)
+    (tmp_path / "interactive" / FIRST).mkdir(parents=True)
+    (tmp_path / NOTEBOOK / ".hidden").mkdir(parents=True)
+    (tmp_path / "index.html").write_text("")
+    (tmp_path / "published" / "proof").mkdir(parents=True)
+    assert statuses(tmp_path) == {"today": "no record", FIRST: "by hand"}
+
+
+def test_a_run_without_an_end_is_running_while_its_runner_lives(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, is_sealed=False, status="running", runner=alive.this_process())
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    runner = {**alive.this_process(), "pid": gone.pid}
+    make_run(tmp_path, SECOND, is_sealed=False, status="running", runner=runner)
+    assert statuses(tmp_path) == {SECOND: "cut off", FIRST: "running"}
+
+
+def test_a_published_copy_is_no_second_run(tmp_path: Path) -> None:
+    original = make_run(tmp_path, FIRST)
+    copy = make_run(tmp_path / "published", FIRST)
+    alone = make_run(tmp_path / "published", SECOND)
+    found = {run.id: run for run in runs.catalogue(tmp_path)}
+    assert (found[FIRST].path, found[FIRST].published) == (original, copy)
+    assert (found[SECOND].path, found[SECOND].published) == (alone, alone)
+
+
+def test_found_by_a_beginning_that_is_unique_or_by_folder(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST)
+    make_run(tmp_path, SECOND)
+    assert runs.find(tmp_path, "20261129").id == FIRST
+    assert runs.find(tmp_path / "elsewhere", str(path)).id == FIRST
+    for name, says in [
+        ("2026", "'2026' begins 2 run ids"),
+        ("20261129-120000-000-aaab", f"did you mean '{FIRST}'"),
+        ("x", "no run 'x' among the 2"),
+        ("", "no run ''"),
+        (str(tmp_path / "gone"), "no directory"),
+    ]:
+        with pytest.raises(BadParameterError, match=says):
+            runs.find(tmp_path, name)
+
+
+def test_one_line_per_run(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST)
+    make_run(tmp_path, SECOND, is_sealed=False, seconds=None, dirty=True)
+    heading, second, first = runs.table(runs.catalogue(tmp_path)).splitlines()
+    assert heading.split()[:4] == ["run", "notebook", "tier", "status"]
+    assert first.split() == [
+        *(FIRST, NOTEBOOK, "laptop", "completed", "2026-11-29", "12:00", "5:20", "yes", "0123456789ab"),
+        *("EPYC,", "2", "CPUs,", "no", "GPU"),
+    ]
+    assert "no      0123456789ab+" in second
+    assert first.index("EPYC") == second.index("EPYC") == heading.index("hardware")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, ""), (3.21, "3.2 s"), (59.97, "1:00"), (320.2, "5:20"), (3725.0, "1:02:05")]
+)
+def test_time_taken(seconds: float | None, text: str) -> None:
+    assert runs.took(seconds) == text
+
+
+def test_sql_joins_runs_whose_columns_differ(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, tables={"percentiles": [{"arm": "stock", "p99": 1.0}]})
+    make_run(tmp_path, SECOND, tables={"percentiles": [{"arm": "stock", "p50": 0.5}]}, figures=[])
+    columns, rows = runs.query(tmp_path, "SELECT run, p50, p99 FROM percentiles ORDER BY run")
+    assert (columns, rows) == (["run", "p50", "p99"], [(FIRST, None, 1.0), (SECOND, 0.5, None)])
+    _, rows = runs.query(
+        tmp_path, "SELECT run, tier, value FROM runs JOIN figures USING (run) WHERE metric = 'p99_ratio'"
+    )
+    assert rows == [(FIRST, "laptop", 1.5)]
+    assert runs.query(tmp_path, "FROM requests") == (["run"], [])
+
+
+def test_sql_over_no_runs_at_all(tmp_path: Path) -> None:
+    assert runs.query(tmp_path, "SELECT count(*) AS n FROM runs") == (["n"], [(0,)])
+
+
+def test_sql_leaves_no_file_and_errors_are_one_line(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST)
+    before = sorted(tmp_path.rglob("*"))
+    runs.query(tmp_path, "FROM figures")
+    assert sorted(tmp_path.rglob("*")) == before
+    for query in ("SELEC 1", "FROM nothing"):
+        with pytest.raises(BadParameterError, match=r"^[^\n]+$"):
+            runs.query(tmp_path, query)
+    tamper(path / "metrics" / "figures.parquet")
+    with pytest.raises(BadParameterError, match=r"^[^\n]*figures\.parquet[^\n]*$"):
+        runs.query(tmp_path, "FROM figures")
+
+
+def test_show_tells_the_whole_run(tmp_path: Path) -> None:
+    resumed = {"run_id": "earlier", "status": "pre-empted", "restored": ["a", "b"], "damaged": [], "measured": ["c"]}
+    note = [{"arm": "stock", "load": "open", "note": "void: the client was late; 2 failed"}]
+    path = make_run(tmp_path, FIRST, tables={"summary": note}, resumed_from=resumed)
+    text = shown(runs.find(tmp_path, FIRST))
+    for part in (
+        "completed (exit code 0)",
+        "earlier (pre-empted): 2 units taken over, 1 measured here",
+        "every file is as it was written",
+        str(path / "report.html"),
+        "5:16",
+        "1.70 – 2.00",
+        "c1.p99_ratio",
+        "void: stock, open: the client was late",
+    ):
+        assert part in text, part
+    assert "2 failed" not in text
+
+
+def test_show_withdraws_verdicts_of_changed_runs(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST)
+    tamper(path / "hardware.json", b"{}")
+    text = shown(runs.find(tmp_path, FIRST))
+    assert "CHANGED since the run ended: hardware.json: changed" in text
+    assert "withdrawn" in text
+    assert "direction only" not in text
+
+
+def test_show_names_what_it_cannot_read(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST, is_sealed=False, resumed_from="earlier", cells="none")
+    tamper(path / "metrics" / "figures.parquet")
+    found = inspection.inspect(runs.find(tmp_path, FIRST))
+    assert [problem.partition(" ")[0] for problem in found.problems] == ["metrics/figures.parquet"]
+    assert found.changes is None
+    assert "resumed from  earlier" in shown(found.run)
+    json.dumps(found.as_record())
+
+
+def test_show_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "notes" / "today").mkdir(parents=True)
+    assert "no record" in shown(runs.find(tmp_path, "today"))
+
+
+def test_figures_are_judged_by_the_rules_of_today(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, figures=[Figure("p99_ratio", 1.5, "x", 1.3, 1.7, 400)])
+    found = inspection.inspect(runs.find(tmp_path, FIRST))
+    assert {judged.claim: judged.verdict for judged in found.verdicts} == {"c1.p99_ratio": "direction only"}
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST)
+    make_run(tmp_path, SECOND, status="failed", exit_code=10)
+    where = ("--outputs", str(tmp_path))
+    assert p99lab("runs", *where).stdout == p99lab("runs", "list", *where).stdout
+    (listed,) = json.loads(p99lab("runs", "--status", "failed", "--json", *where).stdout)
+    assert (listed["run"], listed["exit_code"], listed["sealed"]) == (SECOND, 10, True)
+    assert json.loads(p99lab("runs", "show", FIRST[:10], "--json", *where).stdout)["changes"] == []
+    rows = json.loads(p99lab("runs", "sql", "SELECT max(value) AS most FROM figures", "--json", *where).stdout)
+    assert rows == [{"most": 1.8}]
+    assert str(p99lab("runs", "--outputs", str(tmp_path / "gone")).exception).endswith("is no directory of runs")
+
+
+def test_an_unknown_run_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "p99lab.cli", "runs", "show", f"{FIRST}x", "--outputs", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"p99lab: no run '{FIRST}x' among the 0 in {tmp_path}\n"

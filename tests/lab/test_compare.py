@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
@@ -15,7 +13,7 @@ from typer.testing import CliRunner
 from p99lab.cli import app
 from p99lab.errors import BadParameterError, P99labError
 from p99lab.lab import compare as comparing
-from p99lab.lab.compare import Comparison, Estimate, Said, Side, better_when, contrast, ratio_interval
+from p99lab.lab.compare import Comparison, Estimate, Said, Side, better_when, contrast
 from p99lab.lab.figures import Figure
 from p99lab.lab.run_folder import RunFolder
 from p99lab.probe.intervals import percentile
@@ -46,32 +44,6 @@ def by_name(comparison: Comparison) -> dict[str, Said]:
 def percentiles(p99: float, arm: str = "stock", metric: str = "e2e", **more: Any) -> dict[str, Any]:
     row = {"arm": arm, "load": "closed", "metric": metric, "void": False}
     return {**row, "p99": p99, "p99 low": 0.95 * p99, "p99 high": 1.1 * p99, **more}
-
-
-def test_the_interval_is_that_of_zou_and_donner() -> None:
-    low, high = ratio_interval(estimate(2.0, 1.8, 2.5), estimate(1.0, 0.9, 1.2))
-    assert low == pytest.approx(0.5 * math.exp(-math.sqrt(math.log(1 / 0.9) ** 2 + math.log(2.5 / 2.0) ** 2)))
-    assert high == pytest.approx(0.5 * math.exp(math.sqrt(math.log(1.2 / 1.0) ** 2 + math.log(2.0 / 1.8) ** 2)))
-
-
-@given(positive, positive, st.floats(1.0, 3.0), st.floats(1.0, 3.0))
-def test_swapping_the_runs_inverts_the_interval(a: float, b: float, up: float, down: float) -> None:
-    one, other = estimate(a, a / down, a * up), estimate(b, b / up, b * down)
-    low, high = ratio_interval(one, other)
-    inverse_low, inverse_high = ratio_interval(other, one)
-    assert low is not None
-    assert high is not None
-    assert inverse_low == pytest.approx(1 / high)
-    assert inverse_high == pytest.approx(1 / low)
-    assert low <= b / a * (1 + 1e-9)
-    assert high >= b / a * (1 - 1e-9)
-
-
-@given(positive, st.floats(1.0, 3.0), st.floats(1e-3, 1e3))
-def test_the_unit_does_not_matter(value: float, width: float, scale: float) -> None:
-    a, b = estimate(value, value / width, value * width), estimate(2 * value, value, 3 * value)
-    scaled = [estimate(x.value * scale, x.low * scale, x.high * scale) for x in (a, b) if x.value and x.low and x.high]
-    assert ratio_interval(*scaled) == pytest.approx(ratio_interval(a, b))
 
 
 def test_where_nothing_differs_few_are_told_apart() -> None:

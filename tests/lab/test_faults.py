@@ -235,6 +235,7 @@ def test_big_outputs_are_not_saved_again_with_every_cell(
 # --- stopped ----------------------------------------------------------------------------------------------------------
 
 HOLD_THE_INTERPRETER = "import itertools; all(itertools.repeat(True))"  # in C, deaf to Ctrl-C
+LET_IT_OUT = "time.sleep(0.5)"  # ipykernel sends from a thread that needs the interpreter, after `flush` has returned
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,8 @@ def test_a_stopped_run_keeps_its_state(
     tmp_path: Path, make_job: MakeJob, quiet: Any, name: str, status: str, exit_code: int
 ) -> None:
     hang = HOLD_THE_INTERPRETER if name == "SIGUSR1" else "time.sleep(600)"
-    stop = f"import os, signal, time; print('so far', flush=True); os.kill(os.getppid(), signal.{name}); {hang}"
+    say = f"import os, signal, time; print('so far', flush=True); {LET_IT_OUT}"
+    stop = f"{say}; os.kill(os.getppid(), signal.{name}); {hang}"
     outcome = run(tmp_path, make_job(tmp_path, stop, "print('after')"), quiet)
     assert_ended(outcome, status, exit_code)
     assert name in outcome.ending.reason
@@ -253,7 +255,7 @@ def test_a_stopped_run_keeps_its_state(
 
 
 STALL = f"""
-import threading
+import threading, time
 def waiting_for_a_lock():
     with lock: lock.acquire()
 def stuck():
@@ -261,6 +263,7 @@ def stuck():
 lock = threading.Lock()
 threading.Thread(target=waiting_for_a_lock, daemon=True).start()
 print("so far", flush=True)
+{LET_IT_OUT}
 stuck()
 """
 

@@ -1,22 +1,14 @@
 """Two runs side by side: what is not alike about them, and for each metric whether B is better, worse, or neither.
 
-The rule: the 95 % interval of the ratio B/A by MOVER, the method of variance estimates recovery, on the logarithmic
-scale (Zou & Donner, "Construction of confidence limits about effect measures", Statistics in Medicine 27, 2008). With
-a, [la, ua] and b, [lb, ub] of the two runs:
-
-    log lower = log(b/a) - sqrt(log²(b/lb) + log²(ua/a))      log upper = log(b/a) + sqrt(log²(ub/b) + log²(a/la))
-
-An interval that leaves 1 out says that B is larger or smaller, and the metric's kind whether that is better. Where a
-bound that a side needs is missing, that side stays open; the other one may still settle it. Runs that sent the same
-requests are correlated, which only makes the interval wide. It holds what varies from request to request inside one
-run, and nothing of what varies between two runs of the same thing.
+The rule: the 95 % interval of the ratio B/A (`probe.ratios`). One that leaves 1 out says that B is larger or smaller,
+and the metric's kind whether that is better. Where a bound that a side needs is missing, that side stays open; the
+other one may still settle it. What varies between two runs of the same thing is not in it.
 
 Works on the base install.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,6 +28,7 @@ from p99lab.errors import BadParameterError, P99labError
 from p99lab.lab import inspection, runs
 from p99lab.lab.figures import FIGURES, read_figures
 from p99lab.lab.results import shown
+from p99lab.probe import ratios
 from p99lab.probe.stats import METRICS, QUANTILES
 
 CHANCE = 0.05  # of the intervals leave 1 out where nothing differs
@@ -148,16 +141,6 @@ def contrast(a: Side, b: Side) -> Comparison:
     return Comparison(a.name, b.name, tuple(_unlike(a, b)), void, tuple(_once(known)))
 
 
-def ratio_interval(a: Estimate, b: Estimate) -> tuple[float | None, float | None]:
-    """The bounds of b/a as described above; None for a side that a missing (or not positive) bound leaves open."""
-    if a.value is None or b.value is None or a.value <= 0 or b.value <= 0:
-        return None, None
-    below = _distance(_log_ratio(b.value, b.low), _log_ratio(a.high, a.value))
-    above = _distance(_log_ratio(b.high, b.value), _log_ratio(a.value, a.low))
-    ratio = b.value / a.value
-    return None if below is None else ratio * math.exp(-below), None if above is None else ratio * math.exp(above)
-
-
 def better_when(name: str, unit: str) -> str | None:
     """`lower` for times, `higher` for rates and hits, None where nothing says."""
     if unit in _LOWER_IS_BETTER:
@@ -167,12 +150,12 @@ def better_when(name: str, unit: str) -> str | None:
 
 def _metric(name: str, a: tuple[str, Estimate], b: tuple[str, Estimate]) -> Metric:
     (unit, before), (other_unit, after) = a, b
-    ratio = after.value / before.value if before.value and after.value is not None else None
+    ratio = ratios.ratio(after, before)
     if problem := _problem(before, after, unit, other_unit):
         return Metric(name, unit, before, after, ratio, None, None, Said.CANNOT_TELL, problem)
     if before.is_exact and after.is_exact and before.value == after.value:
         return Metric(name, unit, before, after, ratio, ratio, ratio, Said.SAME)
-    low, high = ratio_interval(before, after)
+    low, high = ratios.bounds(after, before)
     return Metric(name, unit, before, after, ratio, low, high, *_say(low, high, better_when(name, unit)))
 
 
@@ -191,14 +174,6 @@ def _say(low: float | None, high: float | None, better: str | None) -> tuple[Sai
     if better is None:
         return Said.DIFFERS, ""
     return (Said.BETTER if is_larger == (better == "higher") else Said.WORSE), ""
-
-
-def _log_ratio(above: float | None, below: float | None) -> float | None:
-    return math.log(above / below) if above and below and above > 0 and below > 0 else None
-
-
-def _distance(one: float | None, other: float | None) -> float | None:
-    return None if one is None or other is None else math.hypot(one, other)
 
 
 def _once(metrics: Iterable[Metric]) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from p99lab.lab.claims import Claim, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import Conditions, Figure
 from p99lab.lab.headline import ARMS, BASELINE, FULL, NOTEBOOK, Cell, Headline
 from p99lab.observe.hardware import fingerprint
-from p99lab.probe import intervals
+from p99lab.probe import intervals, ratios
 from p99lab.probe.stats import attribution, e2e
 
 
@@ -76,7 +76,7 @@ def _verdict_row(
 
 
 def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
-    """P99 and spread of both, and their ratios with intervals from the worst pairing of the bounds."""
+    """P99 and spread of both, and their ratios."""
     cells = {"stock": baseline, "full": full}
     latency = {which: cell.metrics["e2e"] for which, cell in cells.items() if not cell.void}
     figures = []
@@ -86,15 +86,11 @@ def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
             if one.value is not None:
                 figures.append(_figure(f"{metric}_e2e_{which}", one.value, "s", one.low, one.high, one.n))
         before, after = found.get("stock"), found.get("full")
-        if before and after and before.value is not None and after.value:
-            low, high = _quotient(before.low, after.high), _quotient(before.high, after.low)
-            n = min(before.n, after.n)
-            figures.append(_figure(f"{metric}_ratio", before.value / after.value, "x", low, high, n))
+        if before and after and (times := ratios.ratio(before, after)) is not None:
+            figures.append(
+                _figure(f"{metric}_ratio", times, "x", *ratios.bounds(before, after), min(before.n, after.n))
+            )
     return figures
-
-
-def _quotient(above: float | None, below: float | None) -> float | None:
-    return above / below if above is not None and below else None
 
 
 def _figure(metric: str, value: float, unit: str, low: float | None, high: float | None, n: int) -> Figure:

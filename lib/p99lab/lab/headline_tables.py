@@ -11,6 +11,7 @@ import pandas as pd
 
 from p99lab.lab.headline import Block, Cell, Headline, LoadKind
 from p99lab.lab.results import shown
+from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
 from p99lab.probe.intervals import Figure, FloatArray, min_n
 from p99lab.probe.stats import Distribution, e2e, measured, metric_values
@@ -34,7 +35,7 @@ def percentiles(headline: Headline) -> pd.DataFrame:
 def ratios(headline: Headline) -> pd.DataFrame:
     """How many times shorter each arm's latency is than that of the arm before, under the closed load.
 
-    The bounds pair the worst of both intervals, so they are wide; `shown` is whether they leave 1 out.
+    `shown`: whether the interval of the ratio leaves 1 out.
     """
     cells = headline.cells("closed")
     rows = [
@@ -95,12 +96,9 @@ def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.Dat
 
 
 def ratio(before: Figure, after: Figure) -> tuple[float, float | None, float | None] | None:
-    """How many times shorter `after` is, and its bounds by the worst pairing of both intervals; None without values."""
-    if not before.value or not after.value:
-        return None
-    low = before.low / after.high if before.low is not None and after.high else None
-    high = before.high / after.low if before.high is not None and after.low else None
-    return before.value / after.value, low, high
+    """How many times shorter `after` is, and its 95 % bounds (`probe.ratios`); None without values."""
+    times = ratios_of.ratio(before, after)
+    return None if times is None else (times, *ratios_of.bounds(before, after))
 
 
 def _name(cell: Cell) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from p99lab.lab.proof import coverage, peers
@@ -35,25 +35,24 @@ def test_each_is_given_the_same_load(name: str, load: Load, said: str) -> None:
 
 
 def test_figures_are_read_in_seconds(tmp_path: Path) -> None:
-    spread = {"p50": 100.0, "p99": 400.0, "max": 500.0}
-    aiperf = {"time_to_first_token": spread, "request_latency": spread, "request_count": {"avg": 40.0}}
+    figures = {"p50": 100.0, "p99": 400.0}
+    one = {"time_to_first_token": {"value": 100.0}, "request_latency": {"value": 400.0}}
+    failed = {"error": {"code": 500}, "metrics": {}}
+    lines = [json.dumps(line) for line in ({"metrics": one}, failed)]
+    (tmp_path / "profile_export.jsonl").write_text("\n".join(lines) + "\n")
+    aiperf = {"time_to_first_token": figures, "request_latency": figures}
     (tmp_path / "profile_export_aiperf.json").write_text(json.dumps(aiperf))
-    answered = {"successful": {"count": 40, "max": 0.5, "percentiles": {"p50": 0.1, "p99": 0.4}}}
-    in_ms = {"successful": {"count": 40, "max": 500.0, "percentiles": {"p50": 100.0, "p99": 400.0}}}
+    requests = [{"time_to_first_token_ms": 100.0, "request_latency": 0.4, "inter_token_latency_ms": None}]
     metrics = {
-        "request_latency": answered,
-        "time_to_first_token_ms": in_ms,
-        "inter_token_latency_ms": {"successful": {"count": 0}},
-        "request_totals": {"successful": 40},
+        "request_latency": {"successful": {"percentiles": {"p50": 0.1, "p99": 0.4}}},
+        "time_to_first_token_ms": {"successful": {"percentiles": figures}},
     }
-    (tmp_path / "guidellm.json").write_text(json.dumps({"benchmarks": [{"metrics": metrics}]}))
+    guidellm = {"benchmarks": [{"metrics": metrics, "requests": {"successful": requests}}]}
+    (tmp_path / "guidellm.json").write_text(json.dumps(guidellm))
     for peer in PEERS.values():
         read = peer.read(tmp_path)
-        assert (read.longest_s, read.num_requests) == (0.5, 40)
-        assert {key: read.percentiles[key] for key in (("ttft", "p50"), ("e2e", "p99"))} == {
-            ("ttft", "p50"): 0.1,
-            ("e2e", "p99"): 0.4,
-        }
+        assert {name: values.tolist() for name, values in read.values.items()} == {"ttft": [0.1], "e2e": [0.4]}
+        assert (read.reported["ttft", "p50"], read.reported["e2e", "p99"]) == (0.1, 0.4)
 
 
 def test_a_peer_that_is_not_there_or_leaves_nothing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +71,10 @@ def test_a_peer_that_is_not_there_or_leaves_nothing_says_so(tmp_path: Path, monk
 def test_agreement_is_within_the_stated_tolerance_and_of_the_same_number() -> None:
     meeting = peers.Meeting("light", CASES["light"].load, ("e2e",))
     ours = coverage.simulated(CASES["light"], 1)
-    value = {p: ours.metrics["e2e"].percentiles[p].value for p in ("p50", "p99")}
-    near = Measured({("e2e", "p50"): value["p50"] + 0.004, ("e2e", "p99"): value["p99"] * 1.2}, 1.0, 500)
-    passed = [check.passed for check in peers.agreements("x", meeting, ours, near)]
+    e2e = ours.metrics["e2e"].percentiles
+    values = np.full(500, e2e["p50"].value + 0.004)
+    values[-20:] = e2e["p99"].value * 1.2
+    passed = [check.passed for check in peers.agreements("x", meeting, ours, Measured({"e2e": values}, {}))]
     assert passed == [True, True, False]
-    fewer = replace(near, percentiles={}, num_requests=499)
-    assert [check.passed for check in peers.agreements("x", meeting, ours, fewer)] == [False, False, False]
+    nothing = Measured({}, {})
+    assert [check.passed for check in peers.agreements("x", meeting, ours, nothing)] == [False, False, False]

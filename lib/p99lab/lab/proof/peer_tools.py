@@ -12,10 +12,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import orjson
 
 from p99lab.engine.model_store import cache_dir
 from p99lab.lab.proof.known_server import MODEL
+from p99lab.probe.intervals import FloatArray
 from p99lab.probe.workload import ClosedLoad, Load, OpenLoad
 
 CONSTRAINTS = ("torch==2.13.0",)
@@ -31,11 +33,11 @@ class PeerError(Exception):
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds, by name: `ttft`, `e2e`, `tpot` and P50, P99 of each; `longest_s` of e2e; requests that were answered."""
+    """Seconds. `values`: one per answered request, of `ttft`, `e2e` and, of answers with more than one token, `tpot`.
+    `reported`: the percentiles that the peer itself makes of them, by metric and name."""
 
-    percentiles: Mapping[tuple[str, str], float]
-    longest_s: float
-    num_requests: int
+    values: Mapping[str, FloatArray]
+    reported: Mapping[tuple[str, str], float]
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,21 @@ def _guidellm(url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path
 
 
 def _read_guidellm(work: Path) -> Measured:
-    metrics = orjson.loads((work / "guidellm.json").read_bytes())["benchmarks"][0]["metrics"]
-    names = {"ttft": "time_to_first_token_ms", "tpot": "inter_token_latency_ms", "e2e": "request_latency"}
-    found: dict[tuple[str, str], float] = {}
-    for ours, theirs in names.items():
-        scale = 1.0 if ours == "e2e" else 1000.0
-        of_answered = metrics[theirs]["successful"]
-        if of_answered["count"]:
-            found |= {(ours, p): of_answered["percentiles"][p] / scale for p in ("p50", "p99")}
-    return Measured(found, metrics["request_latency"]["successful"]["max"], metrics["request_totals"]["successful"])
+    benchmark = orjson.loads((work / "guidellm.json").read_bytes())["benchmarks"][0]
+    values: dict[str, FloatArray] = {}
+    reported: dict[tuple[str, str], float] = {}
+    for ours, theirs in (
+        ("ttft", "time_to_first_token_ms"),
+        ("tpot", "inter_token_latency_ms"),
+        ("e2e", "request_latency"),
+    ):
+        scale = 1.0 if ours == "e2e" else 1e-3
+        each = [scale * one[theirs] for one in benchmark["requests"]["successful"] if one.get(theirs) is not None]
+        if each:
+            values[ours] = np.array(each)
+            figures = benchmark["metrics"][theirs]["successful"]["percentiles"]
+            reported |= {(ours, p): scale * figures[p] for p in ("p50", "p99")}
+    return Measured(values, reported)
 
 
 def _aiperf(url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path) -> list[str]:
@@ -122,11 +130,20 @@ def _aiperf(url: str, load: Load, num_tokens: int, tokenizer: Path, work: Path) 
 
 
 def _read_aiperf(work: Path) -> Measured:
-    content = orjson.loads((work / "profile_export_aiperf.json").read_bytes())
-    names = {"ttft": "time_to_first_token", "tpot": "inter_token_latency", "e2e": "request_latency"}
-    present = {ours: content[theirs] for ours, theirs in names.items() if content.get(theirs)}
-    found = {(ours, p): figures[p] / 1000.0 for ours, figures in present.items() for p in ("p50", "p99")}
-    return Measured(found, content["request_latency"]["max"] / 1000.0, int(content["request_count"]["avg"]))
+    lines = (work / "profile_export.jsonl").read_bytes().splitlines()
+    each = [line["metrics"] for line in map(orjson.loads, lines) if not line.get("error")]
+    summary = orjson.loads((work / "profile_export_aiperf.json").read_bytes())
+    values: dict[str, FloatArray] = {}
+    reported: dict[tuple[str, str], float] = {}
+    for ours, theirs in (
+        ("ttft", "time_to_first_token"),
+        ("tpot", "inter_token_latency"),
+        ("e2e", "request_latency"),
+    ):
+        if found := [one[theirs]["value"] / 1000.0 for one in each if theirs in one]:
+            values[ours] = np.array(found)
+            reported |= {(ours, p): summary[theirs][p] / 1000.0 for p in ("p50", "p99")}
+    return Measured(values, reported)
 
 
 PEERS: Mapping[str, Peer] = MappingProxyType(

@@ -325,6 +325,24 @@ def test_a_tokenizer_counts_where_the_server_does_not(serve: Any) -> None:
     assert only(ask(serve, script(HEAD, GOOD))[0]).num_prompt_tokens_sent is None
 
 
+def test_a_token_that_spells_nothing_counts_where_its_id_is_told(serve: Any) -> None:
+    def told(word: str, ids: Any, finish: str | None = None) -> bytes:
+        return event({"choices": [{"text": word, "token_ids": ids, "finish_reason": finish}]})
+
+    record = only(ask(serve, script(HEAD, told("", [0]), 0.05, told("a", [5, 6]), told("", None, "length"), DONE))[0])
+    assert len(record.token_times_s) == 2
+    assert record.token_times_s[1] - record.token_times_s[0] > 0.01
+    assert only(ask(serve, script(HEAD, told("", []), told("", None, "stop"), DONE))[0]).error == "empty answer"
+
+
+def test_the_one_token_of_an_answer_may_spell_nothing(serve: Any) -> None:
+    record = only(ask(serve, script(HEAD, text("", "length"), usage(completion=1), DONE))[0])
+    assert (record.outcome, record.num_output_tokens, len(record.token_times_s)) == (Outcome.OK, 1, 1)
+    assert record.first_token_s == pytest.approx(record.end_s, abs=0.05)
+    many = only(ask(serve, script(HEAD, text("", "length"), usage(completion=16), DONE))[0])
+    assert (many.outcome, many.error) == (Outcome.ERROR, "empty answer")
+
+
 def test_without_usage_chunks_are_counted(serve: Any) -> None:
     record = only(ask(serve, script(HEAD, text("a"), text("b", "stop"), DONE))[0])
     assert record.num_output_tokens == 2

@@ -149,6 +149,19 @@ def test_a_chunk_has_text_or_the_end_and_tokens_held_back_come_later(client: htt
     assert "usage" not in chunks[-1]
 
 
+def test_who_asks_for_token_ids_gets_a_chunk_for_each(client: httpx.Client, engine: Engine) -> None:
+    asked = greedy(engine, "one", max_tokens=20)
+    held = asked.text[2:4] + "\x01"  # a stop string that begins, and never comes: text waits, ids do not
+    fields: dict[str, Any] = {"prompt": "one", "max_tokens": 20, "stop": held, "return_token_ids": True}
+    pieces = [chunk["choices"][0] for chunk in stream(client, "/completions", **fields)]
+    assert len(pieces) == 20
+    assert [token_id for piece in pieces for token_id in piece["token_ids"]] == asked.token_ids
+    assert any(not piece["text"] for piece in pieces)
+    assert "".join(piece["text"] for piece in pieces) == asked.text
+    assert complete(client, **fields)["choices"][0]["token_ids"] == asked.token_ids
+    assert "token_ids" not in complete(client, **{**fields, "return_token_ids": False})["choices"][0]
+
+
 def test_130_000_ids_are_read_and_counted(client: httpx.Client) -> None:
     body = orjson.dumps({"model": "tiny", "prompt": [7] * 130_000})
     response = client.post("/completions", content=body, headers={"content-type": "application/json"})

@@ -35,7 +35,7 @@ async def chunks(body: AsyncIterable[bytes], tokenize: Tokenize | None = None) -
     Raises:
         RequestError: the stream is malformed, reports an error, or ends before the answer does.
     """
-    finished, texts, served = False, list[str](), None
+    finished, shown, texts, served = False, False, list[str](), None
     async with aclosing(events(body)) as data:
         async for event in data:
             if event == DONE:
@@ -47,12 +47,15 @@ async def chunks(body: AsyncIterable[bytes], tokenize: Tokenize | None = None) -
             served = part.served or served
             if tokenize is not None:
                 texts.append(part.text)
-            yield Chunk(int(bool(part.text)), part.served)
+            shown = shown or part.shows
+            yield Chunk(int(part.shows), part.served)
         else:
             if not finished:
                 raise RequestError(Outcome.CUT, "stream ended early")
     if not finished:
         raise RequestError(Outcome.CUT, "no finish_reason")
+    if not shown and served is not None and served.num_output_tokens == 1:
+        yield Chunk(1)  # the one token spells nothing (an end-of-sequence token): it came with the end, at the latest
     if tokenize is not None and (served is None or served.num_output_tokens is None):
         yield Chunk(0, _counted(served, len(tokenize("".join(texts)))))
 
@@ -103,9 +106,13 @@ def message_of(body: bytes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one event says: text that the reader sees, why the answer has ended, the account so far."""
+    """What one event says: text that the reader sees, why the answer has ended, the account so far.
+
+    `shows`: there is text, or a token that spells none and is told by its id.
+    """
 
     text: str
+    shows: bool
     finish: str | None
     served: Served | None
 
@@ -117,7 +124,9 @@ def _parse(event: bytes) -> _Part:
             raise RequestError(Outcome.ERROR, "error in the stream", message_of(event))
         choice = (message.get("choices") or [{}])[0]
         finish, usage = choice.get("finish_reason"), message.get("usage")
-        return _Part(_text(choice), None if finish is None else str(finish), None if not usage else _usage(usage))
+        text, ids = _text(choice), choice.get("token_ids")
+        shows = bool(text) or (isinstance(ids, list) and bool(ids))
+        return _Part(text, shows, None if finish is None else str(finish), None if not usage else _usage(usage))
     except (orjson.JSONDecodeError, AttributeError, TypeError, KeyError, IndexError, ValueError) as problem:
         raise RequestError(Outcome.ERROR, "malformed event", str(problem)) from None
 

@@ -25,6 +25,7 @@ from p99lab.probe.openai_stream import chunks, message_of
 from p99lab.probe.records import Outcome
 from p99lab.probe.tokenizer import without_special_tokens
 from p99lab.probe.workload import Query
+from p99lab.serving.options import OWNER
 from p99lab.strict import StrictModel
 
 Endpoint = Literal["completions", "chat"]
@@ -186,6 +187,7 @@ class OpenAITarget:
         self._api_key_env = api_key_env
         self._send_token_ids = send_token_ids
         self._client: httpx.AsyncClient | None = None
+        self._tells_ids = False  # whether the server has a chunk for tokens that spell nothing, when asked
         self._totals: dict[str, int] = {}
 
     @classmethod
@@ -284,13 +286,16 @@ class OpenAITarget:
             raise TargetError(f"{self.base_url} does not answer: {str(error) or type(error).__name__}") from None
         if response.status_code in (401, 403):
             raise TargetError(f"{self.base_url} refuses the key in ${self._api_key_env} (http {response.status_code})")
-        names = _model_names(response)
+        owners = _model_owners(response)
+        names = list(owners)
         if self.model is None and not names:
             raise BadParameterError(f"{self.base_url} lists no models: name one with --model")
         if self.model is not None and names and self.model not in names:
             near = did_you_mean(self.model, names)
             raise TargetError(f"{self.base_url} has no model '{self.model}'{near} (it lists: {_listed(names)})")
-        return self.model if self.model is not None else names[0]
+        model = self.model if self.model is not None else names[0]
+        self._tells_ids = owners.get(model) == OWNER
+        return model
 
     def _headers(self) -> dict[str, str]:
         always = {"content-type": "application/json", "accept-encoding": "identity"}
@@ -309,6 +314,8 @@ class OpenAITarget:
         }
         if query.ignore_eos:
             body["ignore_eos"] = True  # understood by vLLM, SGLang and this project's server
+        if self._tells_ids:
+            body["return_token_ids"] = True
         return {**body, **self._prompt(query)}
 
     def _prompt(self, query: Query) -> dict[str, Any]:
@@ -352,12 +359,13 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         yield from _causes(error.__context__)
 
 
-def _model_names(response: httpx.Response) -> list[str]:
-    """The listed models; empty where the endpoint has no such list."""
+def _model_owners(response: httpx.Response) -> dict[str, str]:
+    """The listed models and whose they are; empty where the endpoint has no such list."""
     try:
-        return [str(model["id"]) for model in orjson.loads(response.content)["data"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError):
-        return []
+        models = orjson.loads(response.content)["data"]
+        return {str(model["id"]): str(model.get("owned_by")) for model in models}
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return {}
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -12,6 +12,8 @@ from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig, Schedul
 from p99lab.errors import BadParameterError
 from p99lab.strict import StrictModel
 
+OWNER = "p99lab"  # of the models that it lists: by this a client knows the server
+
 
 class ServeOptions(StrictModel):
     """One server. `api_key_env` names an environment variable: the key itself is on no command line and in no record.

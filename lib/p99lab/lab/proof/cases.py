@@ -85,9 +85,9 @@ CASES: Mapping[str, Case] = MappingProxyType(
             num_tokens=4,
         ),
         "2 s stalls": Case(
-            "the whole server stands still, every 40 s on the average",
+            "the whole server stands still every 40 s on the average, 30 times a run",
             lambda rng: Stalling(_WORK, rng, 2.0, 38.0),
-            _open(rate=10, num_requests=4000),
+            _open(rate=5, num_requests=6000),
         ),
         ONE_STALL: Case(
             "the whole server stands still, once",

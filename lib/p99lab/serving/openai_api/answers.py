@@ -2,7 +2,8 @@
 
 A streamed chunk is built once per event, and only where there is text to show or an end to tell: a client that takes
 chunks for tokens then times what its reader sees. Tokens that show nothing (half a character, the beginning of a
-possible stop string) come with the next chunk, their log-probabilities too.
+possible stop string) come with the next chunk, their log-probabilities too. A client that asks for token ids gets a
+chunk for each of those as well.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from p99lab.serving.openai_api.answers import Answer, Job, Json
 from p99lab.serving.openai_api.errors import ApiError, api_error, shutting_down
 from p99lab.serving.openai_api.fields import Body, parse_body
 from p99lab.serving.openai_api.service import Service
+from p99lab.serving.options import OWNER
 
 MAX_BODY_BYTES = 32 << 20  # 128K-token prompts as ids, 32 of them
 HEALTH = "/health"
@@ -116,7 +117,7 @@ def _model(service: Service) -> Json:
         "id": service.model,
         "object": "model",
         "created": service.created,
-        "owned_by": "p99lab",
+        "owned_by": OWNER,
         "max_model_len": service.context_len,
     }
 

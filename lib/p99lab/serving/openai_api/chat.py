@@ -35,7 +35,8 @@ class ChatShape:
 
     def _choice(self, piece: Piece, name: str, content: Json) -> Json:
         logprobs = chat_logprobs(piece.scored, self.texts) if self.with_logprobs else None
-        return {"index": piece.index, name: content, "logprobs": logprobs, "finish_reason": piece.finish_reason}
+        end = {"logprobs": logprobs, "finish_reason": piece.finish_reason}
+        return {"index": piece.index, name: content, **end, **piece.ids_field}
 
 
 async def prepare(service: Service, body: Body, arrival_s: float) -> Job:
@@ -54,6 +55,9 @@ async def prepare(service: Service, body: Body, arrival_s: float) -> Job:
     max_tokens = fields.max_completion_tokens or fields.max_tokens or max(service.context_len - len(token_ids), 1)
     service.require_room(len(token_ids), max_tokens, "messages")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    asked = [Asked(token_ids, fields.sampling(number, max_tokens, logprobs)) for number in range(fields.n)]
+    asked = [
+        Asked(token_ids, fields.sampling(number, max_tokens, logprobs), tells_ids=fields.return_token_ids)
+        for number in range(fields.n)
+    ]
     shape = ChatShape(service.token_texts, fields.logprobs)
     return Job(service, PATH, asked, fields.n, shape, arrival_s, fields.stream, fields.stream_options.include_usage)

@@ -14,12 +14,14 @@ from p99lab.engine.request import FinishReason, IntArray, Logprobs, SamplingPara
 class Asked:
     """What one choice asks of the engine. `echo`: the prompt's text, where the answer begins with it.
 
-    `discards_token`: the engine samples at least one token, and the request has asked for none.
+    `tells_ids`: the answer's token ids are wanted, as they come. `discards_token`: the engine samples at least one token,
+    and the request has asked for none.
     """
 
     token_ids: IntArray  # [num_prompt_tokens]
     sampling: SamplingParams
     echo: str | None = None
+    tells_ids: bool = False
     discards_token: bool = False
 
 
@@ -33,12 +35,18 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The next part of an answer; the last one has a reason."""
+    """The next part of an answer; the last one has a reason. `token_ids` are None where nobody asked for them."""
 
     index: int
     text: str
     scored: tuple[Scored, ...]
     finish_reason: str | None
+    token_ids: tuple[int, ...] | None = None
+
+    @property
+    def ids_field(self) -> dict[str, list[int]]:
+        """What a written choice has of them."""
+        return {} if self.token_ids is None else {"token_ids": list(self.token_ids)}
 
 
 @dataclass(slots=True)
@@ -54,6 +62,7 @@ class Choice:
     usage: Usage | None = None
     _text: str = ""
     _scored: list[Scored] = field(default_factory=list)
+    _token_ids: list[int] = field(default_factory=list)
     _finish_reason: str | None = None
 
     def add(self, event: TokenEvent) -> None:
@@ -64,19 +73,22 @@ class Choice:
             self._text += event.text
             if event.logprobs is not None and event.token_id is not None:
                 self._scored.append(Scored(event.token_id, event.logprobs))
+            if self.asked.tells_ids and event.token_id is not None:
+                self._token_ids.append(event.token_id)
         if event.finish_reason is not None:
             reason = FinishReason.LENGTH if self.asked.discards_token else event.finish_reason
             self._finish_reason, self.usage = reason.value, event.usage
 
     @property
     def has_news(self) -> bool:
-        """Whether there is text to show, or the end to tell."""
-        return bool(self._text) or self._finish_reason is not None
+        """Whether there is text to show, a token to tell of, or the end."""
+        return bool(self._text or self._token_ids) or self._finish_reason is not None
 
     def take(self) -> Piece:
         """All that was not taken yet."""
-        piece = Piece(self.index, self._text, tuple(self._scored), self._finish_reason)
-        self._text, self._scored = "", []
+        token_ids = tuple(self._token_ids) if self.asked.tells_ids else None
+        piece = Piece(self.index, self._text, tuple(self._scored), self._finish_reason, token_ids)
+        self._text, self._scored, self._token_ids = "", [], []
         return piece
 
     @property

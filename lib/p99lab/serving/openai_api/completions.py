@@ -42,6 +42,7 @@ class CompletionShape:
             "text": piece.text,
             "logprobs": logprobs,
             "finish_reason": piece.finish_reason,
+            **piece.ids_field,
         }
 
 
@@ -84,6 +85,7 @@ async def _asked(service: Service, fields: CompletionFields, prompt: RawPrompt) 
             token_ids,
             fields.sampling(number, max_tokens, fields.logprobs, prompt_logprobs),
             echo,
+            tells_ids=fields.return_token_ids,
             discards_token=fields.max_tokens == 0,
         )
         for number in range(fields.n)

@@ -90,7 +90,11 @@ class StreamOptions(StrictModel):
 
 
 class GenerationFields(StrictModel):
-    """What both kinds of completion share. `ignore_eos`, `min_p`, `stop_token_ids` and `top_k` extend the API."""
+    """What both kinds of completion share.
+
+    `ignore_eos`, `min_p`, `stop_token_ids`, `top_k` and `return_token_ids` extend the API. With the last, each choice
+    has `token_ids`, and a stream has a chunk for every token, whether it shows text or not.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -108,6 +112,7 @@ class GenerationFields(StrictModel):
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1: all tokens
     min_p: float = Field(0.0, ge=0, le=1)
     ignore_eos: bool = False
+    return_token_ids: bool = False
 
     def sampling(
         self, number: int, max_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None

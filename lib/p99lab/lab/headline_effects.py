@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from p99lab.lab.effects import Effect
-from p99lab.lab.headline import ARMS, BASELINE, Arm, Cell, Headline, LoadKind
+from p99lab.lab.headline import ARMS, BASELINE, FULL, Arm, Cell, Headline, LoadKind
 from p99lab.lab.headline_tables import ratio
 
 PERCENTILES = ("p50", "p99")
@@ -24,10 +24,18 @@ def measures() -> list[str]:
 
 
 def effects(headline: Headline) -> list[Effect]:
-    """Each arm against the one before it, per load, for E2E P50 and P99 as far as n allows; none of a void arm."""
+    """Each arm against the one before it and the full set against `stock`, per load, for E2E P50 and P99 as far as n
+    allows; none of a void arm."""
     loads: tuple[LoadKind, ...] = ("closed", "open")
-    pairs = [(headline, load, *pair) for load in loads for pair in pairwise(headline.cells(load))]
-    return [effect for pair in pairs for effect in _of_pair(*pair)]
+    return [effect for load in loads for pair in _pairs(headline, load) for effect in _of_pair(headline, load, *pair)]
+
+
+def _pairs(headline: Headline, load: LoadKind) -> list[tuple[Cell, Cell]]:
+    cells = headline.cells(load)
+    ends = {cell.arm.name: cell for cell in cells if cell.arm.name in (BASELINE, FULL)}
+    whole = [(ends[BASELINE], ends[FULL])] if len(ends) == 2 else []
+    neighbours = list(pairwise(cells))
+    return neighbours + [pair for pair in whole if pair not in neighbours]
 
 
 def _of_pair(headline: Headline, load: LoadKind, before: Cell, after: Cell) -> Iterator[Effect]:

@@ -14,8 +14,8 @@ from p99lab.engine.request import FinishReason, IntArray, Logprobs, SamplingPara
 class Asked:
     """What one choice asks of the engine. `echo`: the prompt's text, where the answer begins with it.
 
-    `tells_ids`: the answer's token ids are wanted, as they come. `discards_token`: the engine samples at least one token,
-    and the request has asked for none.
+    `tells_ids`: the answer's token ids are wanted, as they come. `discards_token`: the engine samples at least one
+    token, and the request has asked for none.
     """
 
     token_ids: IntArray  # [num_prompt_tokens]

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from p99lab.lab import headline, headline_figures, headline_tables
+from p99lab.lab import headline, headline_effects, headline_figures, headline_tables
 from p99lab.lab.headline import ARMS, Block, Headline
 from p99lab.lab.headline_clients import in_a_loop_of_its_own
 from p99lab.lab.parameters import Headline01
@@ -282,6 +282,20 @@ def test_a_tail_three_times_shorter_shows_the_direction_and_lists_what_differs(m
     row = headline_figures.verdicts(made_up, figures.values()).set_index("claim").loc["c1.p99_ratio"]
     assert row["verdict"] == "direction only"
     assert "concurrency 3 (stated 64)" in row["why"]
+
+
+def test_the_decision_page_gets_each_measure_and_the_full_set(measured: Headline) -> None:
+    (p50, p99) = headline_effects.effects(_made_up(measured, 3.0, 1.0))
+    assert (p99.measure, p99.against, p99.metric) == ("chunked + shared-prefix groups", "prefix cache", "E2E P99")
+    assert p99.ratio == pytest.approx(3.0)
+    assert (p50.verdict, p99.verdict) == ("helps", "helps")
+    assert p99.conditions["documents"] == len(measured.document_tokens)
+    assert headline_effects.effects(_contaminated(measured, "stock")) == [
+        effect
+        for effect in headline_effects.effects(measured)
+        if "prefix cache" not in (effect.measure, effect.against)
+    ]
+    assert "prefix cache" in headline_effects.measures()
 
 
 def test_no_difference_shows_no_direction(measured: Headline) -> None:

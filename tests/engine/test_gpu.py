@@ -65,3 +65,25 @@ def test_a_pool_is_sized_from_the_devices_free_memory_and_a_cached_answer_is_nea
         assert abs(computed.logprobs[0].chosen - cached.logprobs[0].chosen) < 0.05
     del engine
     assert torch.cuda.memory_allocated() - before < 2**30
+
+
+def test_the_scores_of_a_prompt_are_the_cpus(tmp_path: Path) -> None:
+    save_tiny_model("llama", tmp_path)
+    asked = SamplingParams(max_tokens=1, prompt_logprobs=2)
+    scheduler = SchedulerConfig(max_num_batched_tokens=24)
+    scored = []
+    for device in ("cpu", "cuda"):
+        model = ModelConfig(name=str(tmp_path), device=device)
+        with Engine(
+            EngineConfig(model=model, cache=CacheConfig(page_size=4, num_pages=300), scheduler=scheduler)
+        ) as engine:
+            scored.append([completion.prompt_logprobs for completion in engine.generate(_prompts(127), asked)])
+    for ours, expected in zip(*scored, strict=True):
+        assert ours is not None
+        assert expected is not None
+        assert len(ours) == len(expected)
+        for one, other in zip(ours[1:], expected[1:], strict=True):
+            assert one is not None
+            assert other is not None
+            assert abs(one.chosen - other.chosen) < 1e-4
+            assert [token_id for token_id, _ in one.top] == [token_id for token_id, _ in other.top]

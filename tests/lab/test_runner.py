@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,8 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 
-from p99lab.lab import execution, runner
+from p99lab.lab import execution, progress, runner
 from p99lab.lab.run_folder import RunFolder
 from p99lab.lab.runner import Outcome
 from tests.lab.outcomes import MakeJob, assert_ended, executed, printed, record, run, statuses
@@ -182,3 +184,20 @@ def test_bad_parameters_start_nothing(tmp_path: Path, arguments: list[str], says
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_page_that_cannot_be_made_costs_the_page_alone(
+    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: RunFolder) -> str:
+        raise ValueError("no template 'base'\nin /usr/share")
+
+    monkeypatch.setattr("p99lab.lab.report.render", broken)
+    outcome = run(tmp_path, make_job(tmp_path, "1 + 1"), quiet)
+    assert (outcome.ending.status, outcome.ending.exit_code) == ("completed", 0)
+    assert record(outcome)["report_problem"] == "ValueError: no template 'base' in /usr/share"
+    assert not outcome.report.exists()
+    assert outcome.folder.verify() == []
+    console = Console(width=200, record=True, file=io.StringIO())
+    progress.print_outcome(outcome, console)
+    assert "no report: ValueError: no template 'base' in /usr/share" in console.export_text()

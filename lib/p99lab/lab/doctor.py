@@ -37,6 +37,7 @@ from p99lab.probe.stats import LATENESS_LIMIT_S
 
 PACKAGE = "p99lab"
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+BY_HAND = {"jupyterlab"}  # of the extra lab: `p99lab run` does without
 EXTRAS: Mapping[str, str] = MappingProxyType(
     {
         "engine": "models run in this process",
@@ -105,7 +106,7 @@ def _notebooks(has_gpu: bool) -> Iterator[Finding]:
 
 def _lacks(notebook: str, tier: str, has_gpu: bool) -> str:
     """What keeps a tier of a notebook from running here; empty where nothing does."""
-    if missing_packages("lab"):
+    if set(missing_packages("lab")) - BY_HAND:
         return _how_to_install("lab")
     try:
         parameters: Any = prepare(notebook, tier).parameters
@@ -113,6 +114,8 @@ def _lacks(notebook: str, tier: str, has_gpu: bool) -> str:
         return str(error)
     if hasattr(parameters, "model") and missing_packages("engine"):
         return _how_to_install("engine")
+    if getattr(parameters, "transport", None) == "http" and missing_packages("serve"):
+        return _how_to_install("serve")
     is_for_gpu = tier == "h200" or str(getattr(parameters, "device", "cpu")).startswith("cuda")
     return "an NVIDIA GPU" if is_for_gpu and not has_gpu else ""
 

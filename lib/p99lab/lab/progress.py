@@ -58,7 +58,11 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         console.print(f"{outcome.ending.status}: {outcome.ending.reason}", markup=False)
     if outcome.contains_secret:
         console.print(f"contains a secret, not to be published: {', '.join(outcome.contains_secret)}", markup=False)
-    console.print(f"report: {_shown_path(outcome.report)}", markup=False)
+    if outcome.report.is_file():
+        console.print(f"report: {_shown_path(outcome.report)}", markup=False)
+    else:
+        problem = outcome.folder.read_json("run.json").get("report_problem") or "nothing ran"
+        console.print(f"no report: {problem}; the run is in {_shown_path(outcome.folder.path)}", markup=False)
     if outcome.can_be_resumed:
         console.print(f"resume with: {resume.command(outcome.folder, project.outputs_dir())}", markup=False)
 

@@ -142,17 +142,26 @@ def _ending(execution: Execution, failure: Exception | None, folder: RunFolder, 
 def _report_and_seal(record: RunRecord, hidden: Secrets) -> tuple[str, ...]:
     """The page, the last look for secrets, the checksums; returns the files that hold a secret.
 
-    A page that cannot be made costs the page alone. Without a notebook nothing ran, and there is none to make.
+    A page that cannot be made costs the page alone, and run.json says why. Without a notebook nothing ran, and there is
+    none to make.
     """
     folder = record.folder
     try:
         if (folder.path / NOTEBOOK).is_file():
-            folder.write(REPORT, hidden.redact(report.render(folder)))
+            _make_page(record, hidden)
         found = tuple(sorted({file for file, _ in secrets.scan(folder.path, hidden)}))
         record.update(contains_secret=found)
         return found
     finally:
         folder.seal()
+
+
+def _make_page(record: RunRecord, hidden: Secrets) -> None:
+    try:
+        record.folder.write(REPORT, hidden.redact(report.render(record.folder)))
+    except Exception as error:  # a template, a font, the disk: nothing of the measurement depends on it
+        said = " ".join(f"{type(error).__name__}: {error}".split())
+        record.update(report_problem=hidden.redact(said))
 
 
 def _end(execution: Execution, ending: Ending, seconds: float) -> dict[str, Any]:

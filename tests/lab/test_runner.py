@@ -149,20 +149,6 @@ def test_a_run_without_an_ending_is_never_completed(
     assert only_run(tmp_path).read_json("run.json")["status"] == "failed"
 
 
-def test_a_page_that_cannot_be_made_does_not_cost_the_figures(
-    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(_: object) -> str:
-        raise ZeroDivisionError("a defect")
-
-    monkeypatch.setattr(runner.report, "render", broken)
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path, make_job(tmp_path), quiet)
-    folder = only_run(tmp_path)
-    assert folder.verify() == []
-    assert folder.read_json("run.json")["status"] == "completed"
-
-
 def p99lab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "p99lab.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "COLUMNS": "100"})

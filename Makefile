@@ -4,7 +4,7 @@
 #   make lab          JupyterLab on notebooks/
 #   make test         everything that proves the checkout right
 #   make test-light   the base install and the control plane alone; PYTHON=python3.12 and 3.13 are supported too
-#   make proof       what is too long for the tests: peers, coverage, fifty faults, a thousand runs; published
+#   make proof        what is too long for the tests: peers, coverage, fifty faults, a thousand runs; published
 #   make clean        environments and caches; outputs/ stays
 #
 #   TORCH_INDEX=URL   take torch from that index, e.g. one that has CPU wheels

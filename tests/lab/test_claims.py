@@ -356,6 +356,19 @@ def test_changed_figures_withdraw_the_verdict(tmp_path: Path) -> None:
     assert "metrics/figures.parquet: changed" in row.evidence
 
 
+@pytest.mark.parametrize("name", ["parameters.yaml", "sources.json"])
+def test_a_change_that_would_hide_staleness_withdraws_the_verdict(tmp_path: Path, name: str) -> None:
+    path = make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0)).path / name
+    path.write_bytes(b"{}")  # the run was sealed without it, or with another one
+    (row,) = rows_of(tmp_path)
+    assert row.state == "withdrawn"
+
+
+def test_the_draft_of_a_copy_is_no_run(tmp_path: Path) -> None:
+    make_run(tmp_path, ".1-77", latency(3.0), speedup(1.5, 2.0))
+    assert [row.state for row in rows_of(tmp_path)] == ["not tested"]
+
+
 @pytest.mark.parametrize("content", [b"", b"not parquet"])
 def test_an_unreadable_file_is_a_withdrawal_not_a_crash(tmp_path: Path, content: bytes) -> None:
     path = make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0)).path / "metrics/figures.parquet"

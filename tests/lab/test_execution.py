@@ -71,6 +71,16 @@ def test_saving_costs_a_bounded_share_of_the_time(notebook: nbformat.NotebookNod
     assert 0.02 * now <= spent <= 0.06 * now
 
 
+def test_a_save_at_once_does_not_wait_for_its_turn(notebook: nbformat.NotebookNode, quiet: Any) -> None:
+    save = mock.Mock()
+    journal = Journal(notebook, save, quiet())
+    journal.cell_started(1)
+    journal.save_if_due()
+    assert save.call_count == 1  # too recent
+    journal.save_at_once()
+    assert save.call_count == 2
+
+
 def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNode, quiet: Any) -> None:
     full = UnwritableError("no space")
     full.__cause__ = OSError(errno.ENOSPC, "No space left on device")
@@ -101,6 +111,7 @@ def test_a_full_disk_is_noted_and_the_run_goes_on(notebook: nbformat.NotebookNod
         ("SystemExit", "3", ("exited", 3, "cell 1 called sys.exit(3)")),
         ("SystemExit", "-1", ("exited", 255, "cell 1 called sys.exit(-1)")),
         ("SystemExit", "256", ("exited", 1, "cell 1 called sys.exit(256)")),
+        ("SystemExit", "--5", ("exited", 1, "cell 1 called sys.exit(--5)")),
         ("SystemExit", "no luck", ("exited", 1, "cell 1 called sys.exit(no luck)")),
         ("SystemExit", "0", ("completed", 0, "ended early: cell 1 called sys.exit(0)")),
         ("SystemExit", "", ("completed", 0, "ended early: cell 1 called sys.exit()")),

@@ -79,6 +79,9 @@ def test_a_secret_too_short_to_be_recognised_is_refused() -> None:
     [
         ("OPENAI_API_KEY", "x" * 20, True),
         ("SOME_TOKEN", "x" * 20, True),
+        ("API_KEY", "x" * 20, True),
+        ("AWS_SECRET_ACCESS_KEY", "x" * 20, True),
+        ("PGPASSWORD", "x" * 20, True),
         ("SOME_TOKEN", "disabled", False),
         ("PATH", "x" * 20, False),
     ],

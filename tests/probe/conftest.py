@@ -12,26 +12,11 @@ from typing import Any
 import pytest
 
 from p99lab.engine.request import Timeline
+from p99lab.lab.proof import virtual_clock
 from p99lab.probe.documents import Document
 from p99lab.probe.load import drive
 from p99lab.probe.targets import Chunk, Served
 from p99lab.probe.workload import Query, Workload, make_documents, queries
-
-
-class VirtualLoop(asyncio.SelectorEventLoop):
-    """Time is what was slept: instead of waiting for the next timer, the clock jumps to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._virtual_s = 0.0
-
-    def time(self) -> float:
-        return self._virtual_s
-
-    def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self._virtual_s = max(self._virtual_s, self._scheduled[0]._when)
-        super()._run_once()
 
 
 @dataclass
@@ -97,12 +82,7 @@ def fake_target() -> type[FakeTarget]:
 @pytest.fixture
 def virtual() -> Callable[[Callable[[], Coroutine[Any, Any, Any]]], Any]:
     """Run a coroutine function to its end on a virtual clock."""
-
-    def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-            return runner.run(main())
-
-    return run
+    return virtual_clock.run
 
 
 SMALL = Workload(

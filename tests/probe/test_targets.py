@@ -180,7 +180,7 @@ def test_what_a_server_does_wrong_is_an_outcome(serve: Any, steps: list[Any], ou
     timeout_s = 0.3 if outcome is Outcome.TIMEOUT else 20.0
     record = only(ask(serve, script(*steps), timeout_s=timeout_s)[0])
     assert (record.outcome, record.error) == (outcome, error)
-    assert math.isfinite(e2e(record)) == (outcome is Outcome.OK)
+    assert math.isfinite(e2e(record)) == math.isfinite(ttft(record)) == (outcome is Outcome.OK)
     assert from_table(to_table([record])) == [record]
 
 
@@ -217,6 +217,18 @@ def test_a_refused_key_is_not_repeated(serve: Any, monkeypatch: Any) -> None:
     refused = b"HTTP/1.1 401 No\r\ncontent-length: %d\r\n\r\n" % len(said) + said
     record = only(ask(serve, script(refused), api_key_env="TINY_KEY")[0])
     assert (record.error, record.error_detail) == ("http 401", None)
+
+
+@pytest.mark.parametrize("far", [0, 196])  # where the detail is cut short, the key must not be cut instead
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_a_key_that_a_server_repeats_is_struck_out(serve: Any, monkeypatch: Any, far: int, in_stream: bool) -> None:
+    monkeypatch.setenv("TINY_KEY", "s3cret-of-mine")
+    said = json.dumps({"error": {"message": "x" * far + " s3cret-of-mine"}}).encode()
+    refused = b"HTTP/1.1 400 No\r\ncontent-length: %d\r\n\r\n" % len(said) + said
+    steps = [HEAD, b"data: " + said + b"\n\n"] if in_stream else [refused]
+    record = only(ask(serve, script(*steps), api_key_env="TINY_KEY")[0])
+    shown = f"{'x' * far} (secret)".strip()
+    assert record.error_detail == (shown if len(shown) <= 200 else f"{shown[:200]}…")
 
 
 @pytest.mark.parametrize("key", ["s3cret\nx: y", "s3crét"])

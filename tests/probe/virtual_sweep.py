@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from p99lab.lab.proof import virtual_clock
 from p99lab.probe.command import ProbeResult, SessionHere
 from p99lab.probe.options import ProbeOptions
 from p99lab.probe.slo import Slo
 from p99lab.probe.sweep import Sweep, SweepResult, over, parse_rates
 from p99lab.probe.workload import make_documents
-from tests.probe.conftest import FakeTarget, VirtualLoop
+from tests.probe.conftest import FakeTarget
 
 OPTIONS = {
     "target": "in-process",
@@ -48,5 +49,4 @@ def swept(
             session, Sweep(probe=options, rates=numbers, of_capacity=of_capacity, slo=slo), tell, on_point
         )
 
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        return runner.run(main())
+    return virtual_clock.run(main)

@@ -164,6 +164,11 @@ class Journal:
         ended_s = time.monotonic()
         self._next_save_s = ended_s + max(_MIN_SAVE_INTERVAL_S, (ended_s - started_s) / _MAX_SAVE_SHARE)
 
+    def save_at_once(self) -> None:
+        """`save_if_due`, however recent the last save."""
+        self._next_save_s = 0.0
+        self.save_if_due()
+
     def _reset(self) -> None:
         self._notebook.metadata.papermill.update(start_time=_now(), end_time=None, duration=None, exception=None)
         for index, cell in enumerate(self._notebook.cells):
@@ -232,6 +237,7 @@ class Execution:
             ending = await _Session(notebook, kernel, journal, self.stop, watchdog).run()
             self._stacks = kernel.stacks()
             if ending.exit_code != 0:
+                journal.save_at_once()  # clearing away takes its time, and whoever stops the runner may not wait for it
                 await kernel.kill()
             return ending
 
@@ -387,7 +393,7 @@ def of_error(name: str, value: str, where: str, traceback: str = "") -> Ending:
         return Ending("failed", exit_codes().get(name, _CELL_FAILED), f"{where}: {': '.join(said)}")
     if value in ("", "None", "0"):
         return Ending("completed", 0, f"ended early: {where} called sys.exit({value})")
-    code = int(value) & 0xFF if value.lstrip("-").isdigit() else 1
+    code = int(value) & 0xFF if re.fullmatch(r"-?[0-9]+", value) else 1
     return Ending("exited", code or 1, f"{where} called sys.exit({value})")
 
 

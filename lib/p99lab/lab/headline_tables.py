@@ -14,6 +14,7 @@ from p99lab.lab.results import shown
 from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
 from p99lab.probe.intervals import Figure, FloatArray, min_n
+from p99lab.probe.slo import against
 from p99lab.probe.stats import Distribution, e2e, measured, metric_values
 
 A_HANDFUL = 5  # requests
@@ -155,9 +156,8 @@ def _meets(slo_s: float, p99: Figure) -> str:
     """Yes and no only if the whole interval is on that side."""
     if p99.value is None:
         return "no, requests failed" if p99.n >= min_n(0.99) else "n too small"
-    if p99.high is not None and p99.high <= slo_s:
-        return "yes"
-    return "no" if p99.low is not None and p99.low > slo_s else "cannot tell"
+    said = against(p99, 0.99, slo_s)
+    return {"meets": "yes", "misses": "no"}.get(said, said)
 
 
 def _percentile_row(cell: Cell, name: str, metric: Distribution) -> dict[str, Any]:

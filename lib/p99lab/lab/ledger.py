@@ -21,6 +21,7 @@ from p99lab.lab.staleness import Present, changes, rule_changed
 
 WITHDRAWN = " · withdrawn: "
 ELSEWHERE = "hardware: "  # how a change of machine begins: no reason to run again here
+JUDGED = ("metrics/", "run.json", "hardware.json", "parameters.yaml", "sources.json")  # verdicts and staleness
 SHORT = 56  # characters of a statement that the table shows
 
 
@@ -78,7 +79,7 @@ class Run:
             changes = self.folder.verify()
         except P99labError:
             return "it was never sealed"
-        judged = [line for line in changes if line.startswith(("metrics/", "run.json", "hardware.json"))]
+        judged = [line for line in changes if line.startswith(JUDGED)]
         return ", ".join(judged) or None
 
     @cached_property
@@ -121,6 +122,8 @@ def completed(outputs: Path) -> list[Run]:
     by_id: dict[str, Run] = {}
     for path in (*outputs.glob("*/*/run.json"), *outputs.glob("published/*/*/run.json")):
         run = Run(RunFolder(path.parent), _read_json(path))
+        if path.parent.name.startswith("."):  # the draft of a copy that was not finished
+            continue
         if run.record.get("status") == "completed" and run.record.get("tier") != "smoke":
             by_id.setdefault(path.parent.name, run)
     return sorted(by_id.values(), key=lambda run: str(run.record.get("started", "")), reverse=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 SHOWN = "(secret)"
 PREFIX = "P99LAB_SECRET_"
 MIN_LENGTH = 8  # a shorter one could not be told from other text
-_TELLING_ENDS = ("_API_KEY", "_TOKEN", "_SECRET", "_PASSWORD")  # of other variables that hold secrets,
+_TELLING_ENDS = ("API_KEY", "ACCESS_KEY", "TOKEN", "SECRET", "PASSWORD")  # of other variables that hold secrets,
 _MIN_LENGTH_OF_OTHERS = 16  # unless their value is a mere word
 
 _PATTERNS = {

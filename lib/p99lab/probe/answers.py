@@ -17,11 +17,15 @@ class RequestError(Exception):
     """
 
     def __init__(self, outcome: Outcome, kind: str, detail: str | None = None) -> None:
-        line = " ".join((detail or "").split())
+        self._said = line = " ".join((detail or "").split())
         self.outcome = outcome
         self.kind = kind
         self.detail = (line if len(line) <= _DETAIL_CHARS else line[:_DETAIL_CHARS] + "…") or None
         super().__init__(kind if self.detail is None else f"{kind}: {self.detail}")
+
+    def without(self, secret: str) -> RequestError:
+        """The same failure, `(secret)` wherever the target has repeated that text."""
+        return RequestError(self.outcome, self.kind, self._said.replace(secret, "(secret)")) if secret else self
 
 
 @dataclass(frozen=True, slots=True)

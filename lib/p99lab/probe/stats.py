@@ -31,8 +31,10 @@ SHARES = ("lateness", "queue", "prefill", "decode", "stalled", "scheduling", "cl
 
 
 def ttft(record: RequestRecord) -> float:
-    """Start of the clock to the first token, infinite where none came."""
-    return math.inf if record.first_token_s is None else record.first_token_s - record.start_s
+    """Start of the clock to the first token, infinite where none came or the answer is not whole."""
+    if record.first_token_s is None or record.outcome is not Outcome.OK:
+        return math.inf
+    return record.first_token_s - record.start_s
 
 
 def e2e(record: RequestRecord) -> float:

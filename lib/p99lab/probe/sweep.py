@@ -303,7 +303,7 @@ async def over(
         options = asked.point_options(place, rate)
         await _drain(session, options)
         result = await session.measure(options, on_progress)
-        on_point(f"rate-{rate:.4g}", result)
+        on_point(f"rate-{rate:.12g}", result)
         points.append(_point(rate, result, asked.slo))
     return SweepResult(asked, capacity, tuple(points))
 

@@ -240,6 +240,8 @@ class OpenAITarget:
                     async for chunk in answer:
                         served = chunk.served or served
                         yield chunk
+        except RequestError as failure:
+            raise failure.without(self._key()) from None
         except httpx.TimeoutException:
             raise RequestError(Outcome.TIMEOUT, "connect timeout") from None
         except httpx.ConnectError as error:
@@ -299,10 +301,13 @@ class OpenAITarget:
 
     def _headers(self) -> dict[str, str]:
         always = {"content-type": "application/json", "accept-encoding": "identity"}
-        key = os.environ.get(self._api_key_env, "").strip()
+        key = self._key()
         if not key.isascii() or not key.isprintable():
             raise BadParameterError(f"${self._api_key_env} holds characters that no key has")
         return {**always, "authorization": f"Bearer {key}"} if key else always
+
+    def _key(self) -> str:
+        return os.environ.get(self._api_key_env, "").strip()
 
     def _body(self, query: Query) -> dict[str, Any]:
         body: dict[str, Any] = {

@@ -397,6 +397,15 @@ def test_a_published_copy_counts_only_where_the_run_is_not(tmp_path: Path) -> No
     assert len(completed(tmp_path)) == 2
 
 
+def test_a_published_copy_does_not_stand_in_for_a_run_that_is_here(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0))
+    make_run(tmp_path / "published", "1", latency(3.0), speedup(1.5, 2.0))
+    record = folder.path / "run.json"
+    record.chmod(0o644)
+    record.write_text("{")
+    assert [row.state for row in rows_of(tmp_path)] == ["not tested"]
+
+
 def test_a_run_by_other_code_or_an_older_rule_is_stale_and_still_judged(tmp_path: Path) -> None:
     known = claim(test=FASTER)
     make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0), rules={known.id: rule_digest(known)})

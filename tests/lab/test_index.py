@@ -94,12 +94,12 @@ def test_runs_that_the_ledger_does_not_count_get_no_verdicts(tmp_path: Path, rec
     assert '<ul class="chips">' not in page_of(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["metrics/figures.parquet", "run.json", "hardware.json"])
+@pytest.mark.parametrize("name", ["metrics/figures.parquet", "run.json", "hardware.json", "parameters.yaml"])
 def test_verdicts_of_a_changed_run_are_withdrawn(tmp_path: Path, name: str) -> None:
     path = make_run(tmp_path, FIRST) / name
-    tamper(path, path.read_bytes() + (b" " if path.suffix == ".json" else b"x"))
+    tamper(path, path.read_bytes() + (b"x" if path.suffix == ".parquet" else b" "))
     html = page_of(tmp_path)
-    assert "verdicts withdrawn" in html
+    assert f"verdicts withdrawn: {name}: changed" in html
     assert "direction only" not in html
 
 

@@ -55,7 +55,7 @@ def test_reservations_name_conditions_and_changes() -> None:
     assert list(frame["reservation"]) == [
         "model small (stated large)",
         "stale: code: engine.engine",
-        "stale: hardware: measured on another machine",
+        "hardware: measured on another machine",
     ]
     assert set(frame["claims"]) == {"c1.a"}
 

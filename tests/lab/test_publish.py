@@ -104,12 +104,26 @@ def test_a_host_named_like_any_word_is_not_looked_for(
 ) -> None:
     monkeypatch.setattr(platform, "node", lambda: host)
     make_run(tmp_path, FIRST, reason=f"a {host} it was")
-    published(tmp_path)
+    copy = published(tmp_path)
+    assert RunFolder(copy.path).read_json("run.json")["reason"] == f"a {host} it was"
 
 
 def test_urls_and_system_paths_are_nobodys_home(tmp_path: Path) -> None:
-    make_run(tmp_path, FIRST, report="<a href='https://example.org/home/x'>/usr/lib/python3 and a/root/b</a>")
-    published(tmp_path)
+    page = "<a href='https://example.org/home/x'>/usr/lib/python3 and a/root/b</a>"
+    make_run(tmp_path, FIRST, report=page)
+    assert (published(tmp_path).path / "report.html").read_text() == page
+
+
+@pytest.mark.parametrize("name", ["../../elsewhere", "/tmp/elsewhere", "..", ".", "a/b", "a\\b", "01\n.."])
+def test_a_notebook_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None:
+    outputs = tmp_path / "outputs"
+    folder = RunFolder(make_run(outputs, FIRST, is_sealed=False))
+    folder.write_json("run.json", {**folder.read_json("run.json"), "notebook": name})
+    folder.seal()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(NotPublishableError, match=r"^[^\n]*names a notebook that is no plain name[^\n]*$"):
+        published(outputs)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_changed_run_is_refused(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ def test_tampering_shows(tmp_path: Path) -> None:
     (folder.path / "metrics/a.json").write_text("{ }")
     (folder.path / "metrics/b.json").write_text("{}")
     assert folder.verify() == ["metrics/a.json: changed", "run.json: missing", "metrics/b.json: added"]
+    assert folder.verify(["metrics/"]) == ["metrics/a.json: changed", "metrics/b.json: added"]
+    assert folder.verify(["run.json", "metrics"]) == ["run.json: missing"]
 
 
 def test_a_run_that_has_not_ended_cannot_be_verified(tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+from p99lab import project
 from p99lab.cli import app
 from p99lab.errors import BadParameterError
-from p99lab.lab import alive, inspection, runs
+from p99lab.lab import alive, index, inspection, runs
 from p99lab.lab.figures import Figure
+from p99lab.lab.ledger import completed
 from tests.lab.run_folders import FIRST, NOTEBOOK, SECOND, make_run, tamper
 
 pytestmark = pytest.mark.light
@@ -129,7 +131,23 @@ def test_sql_joins_runs_whose_columns_differ(tmp_path: Path) -> None:
         tmp_path, "SELECT run, tier, value FROM runs JOIN figures USING (run) WHERE metric = 'p99_ratio'"
     )
     assert rows == [(FIRST, "laptop", 1.5)]
-    assert runs.query(tmp_path, "FROM requests") == (["run"], [])
+    columns, rows = runs.query(tmp_path, "FROM requests")
+    assert (columns[0], rows) == ("run", [])
+    assert {"arm", "load", "index", "first_token_s", "prompt_digest"} <= set(columns)
+
+
+def test_sql_knows_columns_that_no_run_has(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, "00_environment", figures=[])
+    query = "SELECT run, arm, p99 FROM percentiles WHERE metric = 'e2e'"
+    assert query in (project.root() / "README.md").read_text()
+    assert runs.query(tmp_path, query) == (["run", "arm", "p99"], [])
+    done = p99lab("runs", "sql", query, "--outputs", str(tmp_path))
+    assert (done.exit_code, done.stdout.split()) == (0, ["run", "arm", "p99"])
+    make_run(tmp_path, SECOND, tables={"percentiles": [{"arm": "stock", "p99": None, "more": 1}]})
+    assert runs.query(tmp_path, "SELECT run, arm, p99, metric, more FROM percentiles") == (
+        ["run", "arm", "p99", "metric", "more"],
+        [(SECOND, "stock", None, None, 1)],
+    )
 
 
 def test_sql_over_no_runs_at_all(tmp_path: Path) -> None:
@@ -175,6 +193,52 @@ def test_show_withdraws_verdicts_of_changed_runs(tmp_path: Path) -> None:
     assert "CHANGED since the run ended: hardware.json: changed" in text
     assert "withdrawn" in text
     assert "direction only" not in text
+
+
+def test_show_withdraws_for_any_file_and_says_what_the_ledger_does(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST)
+    tamper(path / "report.html")
+    text = shown(runs.find(tmp_path, FIRST))
+    assert "withdrawn: files were changed" in text
+    assert "the ledger still counts this run" in text
+    tamper(path / "hardware.json", b"{}")
+    assert "the ledger still counts this run" not in shown(runs.find(tmp_path, FIRST))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("report.html", None),
+        ("run.json", "run.json: changed"),
+        ("hardware.json", "hardware.json: changed"),
+        ("parameters.yaml", "parameters.yaml: changed"),
+        ("metrics/figures.parquet", "metrics/figures.parquet: changed"),
+        ("metrics/windows.parquet", "metrics/windows.parquet: added"),
+        ("sources.json", "sources.json: added"),
+        ("run.json.orig", None),
+        ("SHA256SUMS", "hardware.json: added, metrics/figures.parquet: added, parameters.yaml: added, run.json: added"),
+    ],
+)
+def test_which_files_withdraw_a_verdict(tmp_path: Path, name: str, says: str | None) -> None:
+    path = make_run(tmp_path, FIRST) / name
+    if path.exists():
+        tamper(path, b"\xff")
+    else:
+        path.write_bytes(b"")
+    run = runs.find(tmp_path, FIRST)
+    found = inspection.inspect(run)
+    assert (inspection.withdrawn(run), found.withdrawn, found.as_record()["withdrawn"]) == (says, says, says)
+    if path.name != "run.json":  # which says whether it completed
+        assert [one.withdrawn for one in completed(tmp_path)] == [says]
+        assert (f"verdicts withdrawn: {says}" if says else "direction only") in index.render(tmp_path, [run])
+
+
+def test_a_run_that_was_never_sealed_or_cannot_be_read_has_no_verdict(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST, is_sealed=False)
+    run = runs.find(tmp_path, FIRST)
+    assert inspection.withdrawn(run) == "it was never sealed"
+    (path / "SHA256SUMS").mkdir()
+    assert str(inspection.withdrawn(run)).startswith("it cannot be read: ")
 
 
 def test_show_names_what_it_cannot_read(tmp_path: Path) -> None:

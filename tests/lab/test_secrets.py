@@ -55,13 +55,26 @@ def test_a_value_is_struck_out_and_found_in_every_shape(tmp_path: Path, shape: s
 @given(st.binary(max_size=7), st.text("abcXYZ019+/=-", min_size=8, max_size=30), st.binary(max_size=7))
 def test_base64_hides_no_value_wherever_it_stands(before: bytes, value: str, after: bytes) -> None:
     encoded = base64.b64encode(before + value.encode() + after).decode()
-    assert "(secret)" in Secrets.of({NAME: value}).redact(encoded)
+    assert "(secret)" in Secrets({NAME: value}).redact(encoded)
 
 
 def test_what_is_json_stays_json() -> None:
     told = {"reason": VALUE, "other": ["x", VALUE * 2], "cells": None}
     redacted = Secrets.of(ENVIRONMENT).redact(json.dumps(told, ensure_ascii=False))
     assert json.loads(redacted) == {"reason": "(secret)", "other": ["x", "(secret)(secret)"], "cells": None}
+
+
+@pytest.mark.parametrize("plain", ["notebook", "12345678", "STATUS_OK"])
+def test_a_secret_that_is_any_word_or_number_is_refused(plain: str) -> None:
+    with pytest.raises(BadParameterError, match=rf"\${NAME} is a plain word or number") as caught:
+        Secrets.of({NAME: plain})
+    assert plain not in str(caught.value)
+
+
+def test_records_keep_their_keys_and_numbers() -> None:
+    told = {VALUE: 1, "reason": f"said {VALUE}", "cells": [{"seconds": 1.5, "heading": VALUE}], "ended": None}
+    expected = {VALUE: 1, "reason": "said (secret)", "cells": [{"seconds": 1.5, "heading": "(secret)"}], "ended": None}
+    assert Secrets.of(ENVIRONMENT).redact_values(told) == expected
 
 
 def test_without_secrets_a_text_is_itself() -> None:

@@ -12,8 +12,8 @@ import yaml
 from p99lab import project
 from p99lab.lab import sources
 from p99lab.lab.claims import load_claims, rule_digest
-from p99lab.lab.parameters import find, load
-from p99lab.lab.staleness import Present, changes, rule_changed
+from p99lab.lab.parameters import find, load, tier_digest
+from p99lab.lab.staleness import Present, changes, is_stale, rule_changed
 
 pytestmark = pytest.mark.light
 
@@ -55,6 +55,16 @@ def test_other_parameters_and_another_machine(fresh: tuple[Path, dict[str, Any]]
     (folder / "parameters.yaml").write_text(yaml.safe_dump({**parameters, "seed": 7}))
     found = changes(folder, {**record, "hardware": "a node"}, present)
     assert found == ["parameters: seed", "hardware: measured on another machine"]
+    assert is_stale(found)
+
+
+def test_parameters_given_by_hand_are_a_remark(fresh: tuple[Path, dict[str, Any]], present: Present) -> None:
+    folder, record = fresh
+    parameters = yaml.safe_load((folder / "parameters.yaml").read_text())
+    (folder / "parameters.yaml").write_text(yaml.safe_dump({**parameters, "seed": 7}))
+    found = changes(folder, {**record, "tier_digest": tier_digest(NOTEBOOK, "laptop")}, present)
+    assert found == ["by hand: seed"]
+    assert not is_stale(found)
 
 
 def test_a_run_that_recorded_nothing_says_so(tmp_path: Path, present: Present) -> None:

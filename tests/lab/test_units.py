@@ -9,9 +9,10 @@ from unittest import mock
 
 import pytest
 
+from p99lab.errors import BadParameterError
 from p99lab.lab import units
 from p99lab.lab.run_folder import ENVIRONMENT_VARIABLE, RunFolder, SealedError, UnwritableError
-from p99lab.lab.units import Units
+from p99lab.lab.units import Manifest, Unit, Units
 
 pytestmark = pytest.mark.light
 
@@ -139,6 +140,34 @@ def test_in_a_run_they_are_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_name_that_is_no_folder_name_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot be a unit"):
         units_of(folder(tmp_path)).finish(name, {"a": b"1"}, seconds=1.0)
+
+
+ELSEWHERE = ["../../evil", "/tmp/evil", "a/b", "a\\b", "..", ".", ""]
+
+
+@pytest.mark.parametrize("file", ELSEWHERE)
+def test_a_file_that_is_a_path_is_refused(tmp_path: Path, file: str) -> None:
+    with pytest.raises(ValueError, match="cannot be a unit"):
+        units_of(folder(tmp_path)).finish("one", {file: b"1"}, seconds=1.0)
+
+
+@pytest.mark.parametrize("file", ELSEWHERE)
+def test_a_manifest_of_another_run_that_names_a_path_is_refused_before_anything_is_read(
+    tmp_path: Path, file: str
+) -> None:
+    made = folder(tmp_path)
+    units_of(made).finish("one", {"a": b"1"}, seconds=1.0)
+    manifest = made.read_json("units/one/manifest.json")
+    made.write_json("units/one/manifest.json", {**manifest, "files": {file: manifest["files"]["a"]}})
+    with pytest.raises(BadParameterError, match=r"^[^\n]*manifest\.json names what is no plain file name[^\n]*$"):
+        units.finished(made)
+
+
+def test_no_unit_can_be_made_to_restore_to_a_path(tmp_path: Path) -> None:
+    facts = {"key": "k", "run_id": "r", "finished": "", "seconds": 1.0}
+    for name, file in (("../one", "a"), ("one", "../../a")):
+        with pytest.raises(BadParameterError, match="no plain file name"):
+            Unit(tmp_path, Manifest(name=name, files={file: ""}, **facts))
 
 
 def test_a_sealed_run_finishes_no_unit(tmp_path: Path) -> None:

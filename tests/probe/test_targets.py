@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p99lab.engine.events import TokenEvent, Usage
@@ -285,6 +285,7 @@ json_values = st.recursive(
 )
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # of a busy machine
 @given(message=st.dictionaries(st.sampled_from(KEYS), json_values))
 def test_whatever_an_event_says_it_is_a_chunk_or_a_request_error(message: dict[str, Any]) -> None:
     with suppress(RequestError):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from p99lab.commands.console import needs_extra, out
-from p99lab.errors import BadParameterError
+from p99lab.errors import BadParameterError, P99labError
 
 if TYPE_CHECKING:
     from p99lab.lab.job import Job
@@ -50,7 +50,6 @@ def run(
         raise BadParameterError("name a notebook (00, headline, …), or a run to --resume")
     with needs_extra("lab", "p99lab run"):
         from p99lab.lab import index, progress, runner
-        from p99lab.lab.run_folder import UnwritableError
         from p99lab.lab.watchdog import Limits
     limits = Limits(cell_timeout, deadline, stall_timeout)
     with progress.ConsoleProgress(out) as observer:
@@ -58,7 +57,7 @@ def run(
     progress.print_outcome(outcome, out)
     try:
         index.write(outcome.folder.path.parent.parent)
-    except UnwritableError as error:  # the run itself is over and kept
+    except (P99labError, OSError) as error:  # the run itself is over and kept
         out.print(f"no page of all runs: {error}", markup=False)
     raise typer.Exit(outcome.ending.exit_code)
 

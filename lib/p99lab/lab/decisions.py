@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from p99lab.lab.effects import EFFECTS, Effect, read_effects
-from p99lab.lab.ledger import Run, completed
+from p99lab.lab.inspection import REPORT
+from p99lab.lab.ledger import Completed, completed
 from p99lab.lab.staleness import Present, changes
 
 
@@ -53,8 +54,8 @@ def decisions(outputs: Path, measures: Iterable[str] = ()) -> list[Decision]:
     """
     present = Present()
     latest: dict[tuple[str, ...], Decision] = {}
-    for run in completed(outputs):
-        for decision in _of_run(run, present) if run.problem is None else ():
+    for found in completed(outputs):
+        for decision in _of_run(found, present) if found.withdrawn is None else ():
             effect = decision.effect
             assert effect is not None
             latest.setdefault((effect.measure, effect.load, effect.metric, str(decision.hardware)), decision)
@@ -62,10 +63,10 @@ def decisions(outputs: Path, measures: Iterable[str] = ()) -> list[Decision]:
     return [*latest.values(), *(Decision(measure) for measure in measures if measure not in tried)]
 
 
-def _of_run(run: Run, present: Present) -> list[Decision]:
-    folder = run.folder.path
-    since = tuple(changes(folder, run.record, present))
+def _of_run(found: Completed, present: Present) -> list[Decision]:
+    run = found.run
+    since = tuple(changes(run.path, run.record, present))
     return [
-        Decision(effect.measure, effect, run.hardware, run.folder.run_id, folder / "report.html", since)
-        for effect in read_effects(folder / EFFECTS)
+        Decision(effect.measure, effect, found.hardware, run.id, run.path / REPORT, since)
+        for effect in read_effects(run.path / EFFECTS)
     ]

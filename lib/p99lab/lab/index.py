@@ -5,7 +5,6 @@ Works on the base install.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections import Counter
@@ -24,7 +23,7 @@ from p99lab.lab import inspection, runs
 from p99lab.lab.claims import Claim, load_claims
 from p99lab.lab.figures import FIGURES, Figure, read_figures
 from p99lab.lab.results import shown
-from p99lab.lab.run_folder import CHECKSUMS, UnwritableError
+from p99lab.lab.run_folder import UnwritableError, is_plain_name
 from p99lab.lab.runs import Run
 
 PAGE = "index.html"
@@ -92,6 +91,8 @@ def _group(outputs: Path, notebook: str, group: Sequence[Run], claims: Iterable[
 
 def _question(notebook: str) -> str:
     """The notebook's first heading, empty where it is not here."""
+    if not is_plain_name(notebook):
+        return ""
     try:
         cells = json.loads((project.notebooks_dir() / f"{notebook}.ipynb").read_bytes())["cells"]
         first = "".join(cells[0]["source"]).splitlines()[0]
@@ -160,22 +161,11 @@ def _chips(run: Run, figures: dict[str, Figure], claims: Sequence[Claim]) -> str
     """How many claims stand where by this run's figures; nothing of runs that the ledger does not count."""
     if run.status != "completed" or run.tier == "smoke" or not claims:
         return ""
-    if not _is_intact(run):
-        return '<ul class="chips"><li class="withdrawn">not as it was sealed: verdicts withdrawn</li></ul>'
+    if reason := inspection.withdrawn(run):
+        return f'<ul class="chips"><li class="withdrawn">verdicts withdrawn: {escape(reason)}</li></ul>'
     counts = Counter(judged.verdict or "no verdict" for judged in inspection.judge(run, figures, claims))
     items = (f"<li>{number} {escape(name)}</li>" for name, number in counts.most_common())
     return f'<ul class="chips">{"".join(items)}</ul>' if counts else ""
-
-
-def _is_intact(run: Run) -> bool:
-    """Whether the files that verdicts follow from are as they were sealed; the others are not looked at."""
-    try:
-        lines = (run.path / CHECKSUMS).read_text().splitlines()
-        stated = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        judged = [name for name in ("run.json", "hardware.json", FIGURES) if name in stated]
-        return all(hashlib.sha256((run.path / name).read_bytes()).hexdigest() == stated[name] for name in judged)
-    except OSError:
-        return False
 
 
 def _figures(run: Run) -> dict[str, Figure]:

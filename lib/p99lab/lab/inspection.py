@@ -28,6 +28,7 @@ from p99lab.lab.runs import Run, took
 
 REPORT = "report.html"
 SUMMARY = "metrics/summary.parquet"
+JUDGED = ("metrics/", "run.json", "hardware.json", "parameters.yaml", "sources.json")  # verdicts and staleness
 VOID = "void: "  # how a remark in a summary's `note` begins
 RESUMED = MappingProxyType({"restored": "units taken over", "damaged": "damaged", "measured": "measured here"})
 
@@ -46,7 +47,10 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """A run and what its files say. `changes` since it was sealed, None where it never was; `problems`: unreadable."""
+    """A run and what its files say. `changes` since it was sealed, None where it never was; `problems`: unreadable.
+
+    `withdrawn`: why the verdicts do not count in the ledger, if they do not (see `withdrawn` of this module).
+    """
 
     run: Run
     changes: tuple[str, ...] | None
@@ -55,6 +59,7 @@ class Inspection:
     void: tuple[str, ...]
     problems: tuple[str, ...]
     report: Path | None
+    withdrawn: str | None
 
     @property
     def cells(self) -> list[Mapping[str, Any]]:
@@ -70,6 +75,7 @@ class Inspection:
             "cells": self.cells,
             "figures": [asdict(figure) for figure in self.figures],
             "claims": [asdict(judged) for judged in self.verdicts],
+            "withdrawn": self.withdrawn,
             "void": list(self.void),
             "problems": list(self.problems),
             "report": None if self.report is None else str(self.report),
@@ -90,6 +96,7 @@ def inspect(run: Run) -> Inspection:
         void=reasons,
         problems=tuple(problems),
         report=report if report.is_file() else None,
+        withdrawn=withdrawn(run),
     )
 
 
@@ -99,6 +106,21 @@ def changes(run: Run) -> tuple[str, ...] | None:
         return tuple(RunFolder(run.path).verify())
     except P99labError:
         return None
+
+
+def withdrawn(run: Run) -> str | None:
+    """Why nothing that the run's figures say counts any more: which of the files that it follows from have changed.
+
+    The one rule of the ledger, the decisions and the index; only those files are read. Stricter, since they show or
+    hand on the whole run: `page` and `lab.compare` give no verdict of a run of which any file has changed, and
+    `lab.publish` does not publish it.
+    """
+    try:
+        return ", ".join(RunFolder(run.path).verify(JUDGED)) or None
+    except P99labError:
+        return "it was never sealed"
+    except OSError as error:
+        return f"it cannot be read: {error.strerror}"
 
 
 def void(run: Run) -> tuple[str, ...]:
@@ -114,10 +136,19 @@ def void(run: Run) -> tuple[str, ...]:
 
 def judge(run: Run, figures: Mapping[str, Figure], claims: Iterable[Claim]) -> Iterator[Judged]:
     """What the run's figures say to the claims that its notebook tests; nothing of claims they do not touch."""
-    machine = machine_conditions(_hardware(run))
+    machine = conditions(run)
     for claim in claims:
         if claim.notebook == run.notebook and (found := verdict(claim, figures, machine)).figure is not None:
             yield _judged(claim, found)
+
+
+def conditions(run: Run) -> dict[str, Any]:
+    """What the run's machine is, in the names of claims.yaml; little where it did not say."""
+    try:
+        content = RunFolder(run.path).read_json("hardware.json")
+    except (OSError, ValueError):
+        content = None
+    return machine_conditions(content if isinstance(content, dict) else {})
 
 
 def page(found: Inspection) -> RenderableType:
@@ -139,14 +170,6 @@ def _read_or_note(problems: list[str], name: str, read: Callable[[], T]) -> T | 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     return list(pq.read_table(path).to_pylist()) if path.is_file() else []
-
-
-def _hardware(run: Run) -> dict[str, Any]:
-    try:
-        content = RunFolder(run.path).read_json("hardware.json")
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 # --- for a terminal -------------------------------------------------------------------------------------------------
@@ -195,8 +218,8 @@ def _tables(found: Inspection) -> Iterator[RenderableType]:
     if found.figures:
         yield _table(("figure", "value", "95 % CI", "n"), [_figure_row(figure) for figure in found.figures])
     if found.verdicts:
-        withdrawn = "withdrawn: files were changed" if found.changes else None
-        rows = [(judged.claim, withdrawn or judged.verdict or "no verdict", judged.why) for judged in found.verdicts]
+        taken_away = "withdrawn: files were changed" if found.changes else None
+        rows = [(judged.claim, taken_away or judged.verdict or "no verdict", judged.why) for judged in found.verdicts]
         yield _table(("claim", "verdict", "why"), rows)
 
 
@@ -224,5 +247,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], fold: bool = Tr
 def _feet(found: Inspection) -> Iterator[RenderableType]:
     if found.verdicts and found.run.tier == "smoke":
         yield Text("a smoke run shows that the notebook works: its verdicts do not count in the ledger")
+    elif found.verdicts and found.changes and found.withdrawn is None:
+        yield Text("the ledger still counts this run: what has changed is nothing that its verdicts follow from")
     yield from (Text(f"void: {reason}") for reason in found.void)
     yield from (Text(f"problem: {problem}") for problem in found.problems)

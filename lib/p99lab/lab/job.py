@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 from p99lab import project
 from p99lab.engine import model_store
 from p99lab.errors import BadParameterError
-from p99lab.lab.parameters import Contract, find, load, tier_file
+from p99lab.lab.parameters import Contract, find, load, tier_digest
 from p99lab.lab.units import Earlier
 from p99lab.strict import StrictModel
 
@@ -40,7 +39,7 @@ def prepare(name: str, tier: str, overrides: Sequence[str] = ()) -> Job:
     """
     contract = find(name)
     parameters = load(contract, tier, overrides)
-    digest = hashlib.blake2b(tier_file(contract, tier).read_bytes(), digest_size=16).hexdigest()
+    digest = tier_digest(contract.notebook, tier)
     return Job(notebook_of(contract), contract, tier, check_model(parameters), digest)
 
 

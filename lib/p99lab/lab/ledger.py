@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,15 +12,13 @@ from typing import Any
 
 from rich.table import Table
 
-from p99lab.errors import P99labError
-from p99lab.lab.claims import Claim, answer, load_claims, machine_conditions, verdict
+from p99lab.lab import inspection, runs
+from p99lab.lab.claims import Claim, answer, load_claims, verdict
 from p99lab.lab.figures import FIGURES, Figure, read_figures
-from p99lab.lab.run_folder import RunFolder
-from p99lab.lab.staleness import Present, changes, rule_changed
+from p99lab.lab.runs import Run
+from p99lab.lab.staleness import Present, changes, is_stale, rule_changed
 
 WITHDRAWN = " · withdrawn: "
-ELSEWHERE = "hardware: "  # how a change of machine begins: no reason to run again here
-JUDGED = ("metrics/", "run.json", "hardware.json", "parameters.yaml", "sources.json")  # verdicts and staleness
 SHORT = 56  # characters of a statement that the table shows
 
 
@@ -58,43 +55,37 @@ class Row:
     @property
     def is_stale(self) -> bool:
         """Whether the run would be another one if it were made again on its own machine."""
-        return any(not clause.startswith(ELSEWHERE) for clause in self.stale)
+        return is_stale(self.stale)
 
 
 @dataclass(frozen=True)
-class Run:
-    """A completed run, as far as the ledger needs it."""
+class Completed:
+    """A run that counts, and what its files say, each read once."""
 
-    folder: RunFolder
-    record: Mapping[str, Any]  # run.json
+    run: Run
 
     @property
     def hardware(self) -> str:
-        return str(self.record.get("hardware") or "unknown")
+        return self.run.hardware or "unknown"
 
     @cached_property
-    def problem(self) -> str | None:
+    def withdrawn(self) -> str | None:
         """Why its figures do not count any more, if they do not."""
-        try:
-            changes = self.folder.verify()
-        except P99labError:
-            return "it was never sealed"
-        judged = [line for line in changes if line.startswith(JUDGED)]
-        return ", ".join(judged) or None
+        return inspection.withdrawn(self.run)
 
     @cached_property
     def figures(self) -> dict[str, Figure]:
-        return read_figures(self.folder.path / FIGURES)
+        return read_figures(self.run.path / FIGURES)
 
     @cached_property
     def conditions(self) -> dict[str, Any]:
-        return machine_conditions(_read_json(self.folder.path / "hardware.json"))
+        return inspection.conditions(self.run)
 
     def speaks_to(self, claim: Claim) -> bool:
         """Does the run answer this claim, or did it before its files were changed?"""
-        if self.record.get("notebook") != claim.notebook:
+        if self.run.notebook != claim.notebook:
             return False
-        return self.problem is not None or answer(claim, self.figures) is not None
+        return self.withdrawn is not None or answer(claim, self.figures) is not None
 
 
 def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
@@ -104,52 +95,39 @@ def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
     of the deciding run were changed after its end, the verdict is withdrawn; where the code, the parameters, the
     machine or the claim's rule is another by now, the row says so.
     """
-    runs, present = completed(outputs), Present()
+    found, present = completed(outputs), Present()
     rows: list[Row] = []
     for claim in load_claims() if claims is None else claims:
-        latest: dict[str, Run] = {}
-        for run in runs:
-            if run.hardware not in latest and run.speaks_to(claim):
-                latest[run.hardware] = run
+        latest: dict[str, Completed] = {}
+        for one in found:
+            if one.hardware not in latest and one.speaks_to(claim):
+                latest[one.hardware] = one
         rows.extend(_entry(claim, latest[hardware], outputs, present) for hardware in sorted(latest))
         if not latest:
             rows.append(_row(claim))
     return rows
 
 
-def completed(outputs: Path) -> list[Run]:
+def completed(outputs: Path) -> list[Completed]:
     """The runs that count, latest first; a published copy only where the run itself is not here."""
-    by_id: dict[str, Run] = {}
-    for path in (*outputs.glob("*/*/run.json"), *outputs.glob("published/*/*/run.json")):
-        run = Run(RunFolder(path.parent), _read_json(path))
-        if path.parent.name.startswith("."):  # the draft of a copy that was not finished
-            continue
-        if run.record.get("status") == "completed" and run.record.get("tier") != "smoke":
-            by_id.setdefault(path.parent.name, run)
-    return sorted(by_id.values(), key=lambda run: str(run.record.get("started", "")), reverse=True)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    counted = [run for run in runs.catalogue(outputs) if run.status == "completed" and run.tier != "smoke"]
+    return [Completed(run) for run in sorted(counted, key=lambda run: run.started, reverse=True)]
 
 
 def _row(claim: Claim) -> Row:
     return Row(claim.id, claim.chapter, claim.says, claim.stated, claim.unit, claim.inconsistent)
 
 
-def _entry(claim: Claim, run: Run, outputs: Path, present: Present) -> Row:
-    row = dataclasses.replace(_row(claim), hardware=run.hardware, run=run.folder.run_id)
-    source = f"{outputs.name}/{run.folder.path.relative_to(outputs).as_posix()}/{FIGURES}#{claim.test.metric}"
-    if run.problem is not None:
-        return dataclasses.replace(row, evidence=f"{source}{WITHDRAWN}{run.problem}")
-    name, why, figure = verdict(claim, run.figures, run.conditions)
+def _entry(claim: Claim, found: Completed, outputs: Path, present: Present) -> Row:
+    run = found.run
+    row = dataclasses.replace(_row(claim), hardware=found.hardware, run=run.id)
+    source = f"{outputs.name}/{run.path.relative_to(outputs).as_posix()}/{FIGURES}#{claim.test.metric}"
+    if found.withdrawn is not None:
+        return dataclasses.replace(row, evidence=f"{source}{WITHDRAWN}{found.withdrawn}")
+    name, why, figure = verdict(claim, found.figures, found.conditions)
     assert figure is not None
     revision = str(run.record.get("revision") or "unknown")[:12] + (" with changes" if run.record.get("dirty") else "")
-    since = [rule_changed(claim, run.record), *changes(run.folder.path, run.record, present)]
+    since = [rule_changed(claim, run.record), *changes(run.path, run.record, present)]
     return dataclasses.replace(
         row,
         verdict=name and name.value,
@@ -201,12 +179,12 @@ def _legend(rows: Iterable[Row]) -> str:
     """How many claims stand where, and what the named runs ran on."""
     rows = list(rows)
     counts = Counter(row.state for row in rows)
-    runs = {row.run: row.hardware for row in rows if row.run}
+    machines = {row.run: row.hardware for row in rows if row.run}
     stale = {row.run: "; ".join(row.stale) for row in rows if row.run and row.is_stale}
     return "\n".join(
         (
             " · ".join(f"{count} {state}" for state, count in counts.most_common()),
-            *(f"{run}  {hardware}" for run, hardware in runs.items()),
+            *(f"{run}  {hardware}" for run, hardware in machines.items()),
             *(f"stale, {run}: {why}" for run, why in stale.items()),
         )
     )

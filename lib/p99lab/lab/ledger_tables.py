@@ -19,6 +19,7 @@ from p99lab.lab.headline_effects import measures
 from p99lab.lab.ledger import Row
 from p99lab.lab.results import shown
 from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.staleness import is_stale
 
 STATES = (*(name.value for name in Name), "no verdict", "withdrawn", "not tested")  # from settled to open
 REPORT = "report.html"
@@ -92,7 +93,7 @@ def reservations(found: Iterable[Row]) -> pd.DataFrame:
     claims: dict[tuple[str, str], list[str]] = {}
     for row in found:
         differing = row.why.partition("; ")[2].split("; ") if row.why else []
-        for clause in (*differing, *(f"stale: {one}" for one in row.stale)):
+        for clause in (*differing, *(f"stale: {one}" if is_stale([one]) else one for one in row.stale)):
             claims.setdefault((str(row.run), clause), []).append(row.id)
     lines = [(clause, ", ".join(ids), run) for (run, clause), ids in claims.items() if clause]
     return pd.DataFrame(lines, columns=["reservation", "claims", "run"])
@@ -129,7 +130,7 @@ def _shown_row(row: Row) -> list[str]:
 
 
 def _marked(state: str, stale: Iterable[str]) -> str:
-    return f"{state}\nstale" if any(not clause.startswith(_ledger.ELSEWHERE) for clause in stale) else state
+    return f"{state}\nstale" if is_stale(stale) else state
 
 
 def _report_of(row: Row, outputs: Path) -> Path:

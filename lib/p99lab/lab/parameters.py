@@ -226,6 +226,15 @@ def tier_file(contract: Contract, tier: str, folder: Path | None = None) -> Path
     return file
 
 
+def tier_digest(notebook: str, tier: str, known: Mapping[str, Contract] = CONTRACTS) -> str:
+    """One digest of a tier's file as it is.
+
+    Raises:
+        BadParameterError: there is none.
+    """
+    return hashlib.blake2b(tier_file(find(notebook, known), tier).read_bytes(), digest_size=16).hexdigest()
+
+
 def check(notebook: str, namespace: Mapping[str, Any], known: Mapping[str, Contract] = CONTRACTS) -> StrictModel:
     """Validate the literals of a notebook's parameters cell: call it with `globals()` right after that cell.
 

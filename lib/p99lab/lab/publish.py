@@ -20,7 +20,7 @@ from pathlib import Path
 from p99lab import project
 from p99lab.errors import P99labError
 from p99lab.lab import inspection, secrets
-from p99lab.lab.run_folder import CHECKSUMS, RunFolder
+from p99lab.lab.run_folder import CHECKSUMS, RunFolder, is_plain_name
 from p99lab.lab.runs import PUBLISHED, Run
 
 BUDGET_BYTES = 10 * 2**20  # of everything published: a clone stays small
@@ -56,8 +56,9 @@ def publish(outputs: Path, run: Run, allow_smoke: bool = False, budget_bytes: in
     """Copy a run to `outputs/published/<notebook>/<run_id>/`, whole or not at all.
 
     Raises:
-        NotPublishableError: the run is not completed, not as it was sealed, a smoke run, published already, too large
-            for the budget, or holds a secret or the name of a host or of somebody's folder.
+        NotPublishableError: the run is not completed, not as it was sealed (whatever file it is), a smoke run,
+            published already, too large for the budget, names a path for its notebook, or holds a secret or the name of
+            a host or of somebody's folder.
     """
     _refuse(run, allow_smoke)
     target = outputs / PUBLISHED / run.notebook / run.id
@@ -88,6 +89,8 @@ def private(folder: Path) -> Iterator[str]:
 
 
 def _refuse(run: Run, allow_smoke: bool) -> None:
+    if not is_plain_name(run.notebook):  # run.json says it, and a folder is made of it
+        raise NotPublishableError(f"run {run.id} names a notebook that is no plain name: {run.notebook!r}")
     if run.status != "completed":
         raise NotPublishableError(f"run {run.id} is {run.status}: only a completed run can be published")
     if run.tier == "smoke" and not allow_smoke:

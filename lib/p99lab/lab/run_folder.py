@@ -6,7 +6,7 @@ import datetime
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,17 +100,21 @@ class RunFolder:
         for name in (*files, CHECKSUMS):
             (self.path / name).chmod(0o444)
 
-    def verify(self) -> list[str]:
+    def verify(self, only: Collection[str] | None = None) -> list[str]:
         """What differs from the sealed run, one line each; empty when nothing does.
+
+        Args:
+            only: the files to look at, and folders with a last slash; the bytes of others are not read.
 
         Raises:
             P99labError: the run was never sealed.
         """
         if not self.is_sealed:
             raise P99labError(f"run {self.run_id} has no {CHECKSUMS}: it has not ended")
-        lines = (self.path / CHECKSUMS).read_text().splitlines()
-        stated = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-        found = set(self._files())
+        lines = (self.path / CHECKSUMS).read_text(errors="replace").splitlines()
+        named = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
+        stated = {name: digest for name, digest in named.items() if only is None or _is_among(name, only)}
+        found = {name for name in self._files() if only is None or _is_among(name, only)}
         changed = [name for name in sorted(stated.keys() & found) if _sha256(self.path / name) != stated[name]]
         return [
             *(f"{name}: changed" for name in changed),
@@ -126,6 +130,15 @@ class RunFolder:
 def as_json(value: Any) -> bytes:
     """JSON as a run folder holds it: indented, with a last newline."""
     return orjson.dumps(value, option=orjson.OPT_INDENT_2 | orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_APPEND_NEWLINE)
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name read from a file is one of a file or folder, and not a path that leads elsewhere."""
+    return name not in ("", ".") and not any(part in name for part in ("/", "\\", "..", "\0"))
+
+
+def _is_among(name: str, chosen: Collection[str]) -> bool:
+    return any(name == one or (one.endswith("/") and name.startswith(one)) for one in chosen)
 
 
 def _write_atomically(target: Path, content: bytes) -> None:

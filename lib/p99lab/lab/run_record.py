@@ -14,7 +14,7 @@ from p99lab import project
 from p99lab.lab import alive, parameters, provenance, sources, units
 from p99lab.lab.claims import load_claims, rule_digest
 from p99lab.lab.job import Job
-from p99lab.lab.run_folder import RunFolder, as_json
+from p99lab.lab.run_folder import RunFolder
 from p99lab.lab.secrets import Secrets
 from p99lab.observe import hardware
 
@@ -53,7 +53,7 @@ class RunRecord:
 
     def update(self, **facts: Any) -> None:
         self._facts |= facts
-        self._folder.write(units.RUN_RECORD, self._secrets.redact(as_json(self._facts).decode()))
+        self._folder.write_json(units.RUN_RECORD, self._secrets.redact_values(self._facts))
 
     def end(self, **facts: Any) -> None:
         """What is known once the last cell has run; of a resumed run, also which units it had to measure itself."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 PUBLISHED = "published"
 BY_HAND = "interactive"  # where `RunFolder.current` writes for a notebook that is run by hand
 VIEWS = ("figures", "percentiles", "requests")  # metrics/<view>.parquet of every run that has one
+REQUEST_KEYS = ("arm", "load", "block", "transport")  # what notebook 01 sets before a request's own columns
 _RUN_ID = re.compile(r"\d{8}-\d{6}-\d{3}-[0-9a-f]{4}")
 
 
@@ -147,7 +148,8 @@ def find(outputs: Path, name: str) -> Run:
 def connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
     """A database in memory with a view `runs` and one per kind of Parquet file, each with a column `run`.
 
-    The files of a view may differ in their columns: what a run lacks is NULL. Close it after use.
+    The files of a view may differ in their columns: what a run lacks is NULL. The columns that are known are there even
+    if no run has them. Close it after use.
     """
     import duckdb
 
@@ -155,14 +157,8 @@ def connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
     connection.register("runs", _as_arrow(runs))
     for view in VIEWS:
         files = [str(file) for run in runs if (file := run.path / "metrics" / f"{view}.parquet").is_file()]
-        if not files:
-            connection.sql(f"CREATE VIEW {view} AS SELECT NULL::VARCHAR AS run WHERE false")
-            continue
-        listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
-        connection.sql(
-            f"CREATE VIEW {view} AS SELECT split_part(filename, '/', -3) AS run, * EXCLUDE (filename)"
-            f" FROM read_parquet([{listed}], union_by_name = true, filename = true)"
-        )
+        selects = [_no_rows(connection, view), *([_rows_of(files)] if files else [])]
+        connection.sql(f"CREATE VIEW {view} AS {' UNION ALL BY NAME '.join(selects)}")
     return connection
 
 
@@ -252,6 +248,39 @@ def _as_arrow(runs: Sequence[Run]) -> pa.Table:
     rows = [run.as_record() for run in runs]
     names = list(rows[0]) if rows else list(Run(Path(), {}, "", False).as_record())
     return pa.Table.from_pylist(rows, pa.schema([(name, kinds.get(name, pa.string())) for name in names]))
+
+
+def _no_rows(connection: duckdb.DuckDBPyConnection, view: str) -> str:
+    known = connection.from_arrow(_known_columns(view).empty_table())
+    columns = (f'NULL::{kind} AS "{name}"' for name, kind in zip(known.columns, known.types, strict=True))
+    return f"SELECT {', '.join(columns)} WHERE false"
+
+
+def _rows_of(files: Iterable[str]) -> str:
+    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
+    return (
+        "SELECT split_part(filename, '/', -3) AS run, * EXCLUDE (filename)"
+        f" FROM read_parquet([{listed}], union_by_name = true, filename = true)"
+    )
+
+
+def _known_columns(view: str) -> pa.Schema:
+    """The columns that today's code writes to a view's files, and `run`."""
+    import pyarrow as pa
+
+    from p99lab.lab.figures import SCHEMA as FIGURES
+    from p99lab.probe.records import SCHEMA as REQUESTS
+    from p99lab.probe.stats import QUANTILES
+
+    counts = {"void": pa.bool_(), "n": pa.int64(), "effective n": pa.int64()}
+    bounds = {f"{name}{which}": pa.float64() for name in (*QUANTILES, "std") for which in ("", " low", " high")}
+    texts = {name: pa.string() for name in ("arm", "load", "metric")}
+    columns = {
+        "figures": FIGURES,
+        "percentiles": pa.schema({**texts, **counts, **bounds, "max": pa.float64()}),
+        "requests": pa.schema([*((name, pa.string()) for name in REQUEST_KEYS), *REQUESTS]),
+    }
+    return pa.schema([("run", pa.string()), *columns[view]])
 
 
 def _slug(notebook: str) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from p99lab.errors import BadParameterError
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SHOWN = "(secret)"
 PREFIX = "P99LAB_SECRET_"
 MIN_LENGTH = 8  # a shorter one could not be told from other text
+_PLAIN = re.compile(r"[a-z_]{1,15}|[A-Z_]{1,15}|[0-9]{1,15}")
 _TELLING_ENDS = ("API_KEY", "ACCESS_KEY", "TOKEN", "SECRET", "PASSWORD")  # of other variables that hold secrets,
 _MIN_LENGTH_OF_OTHERS = 16  # unless their value is a mere word
 
@@ -56,16 +57,26 @@ class Secrets:
         """Those of an environment: every `P99LAB_SECRET_…`, and what its name gives away (`…_API_KEY`, `…_TOKEN`, …).
 
         Raises:
-            BadParameterError: a `P99LAB_SECRET_…` is too short to be recognised.
+            BadParameterError: a `P99LAB_SECRET_…` is too short, or too plain a word or number, to be recognised.
         """
         for name, value in environment.items():
             if name.startswith(PREFIX) and len(value) < MIN_LENGTH:
                 raise BadParameterError(f"${name} is shorter than {MIN_LENGTH} characters: it could not be kept secret")
+            if name.startswith(PREFIX) and _PLAIN.fullmatch(value):
+                raise BadParameterError(f"${name} is a plain word or number: it could not be told from other text")
         return cls({name: value for name, value in environment.items() if _is_secret(name, value)})
 
     def redact(self, text: str) -> str:
         """The text with `(secret)` for each value, whether plain, escaped, quoted or in base64."""
         return self._pattern.sub(SHOWN, text) if self.values else text
+
+    def redact_values(self, value: Any) -> Any:
+        """Plain data with the texts in it redacted; keys, numbers and the shape stay."""
+        if isinstance(value, Mapping):
+            return {key: self.redact_values(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.redact_values(one) for one in value]
+        return self.redact(value) if isinstance(value, str) else value
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:

@@ -17,10 +17,11 @@ from p99lab import project
 from p99lab.errors import BadParameterError
 from p99lab.lab import sources
 from p99lab.lab.claims import Claim, rule_digest
-from p99lab.lab.parameters import find, load, plain
+from p99lab.lab.parameters import find, load, plain, tier_digest
 from p99lab.observe import hardware
 
 NAMED = 3  # modules or parameters that are named one by one
+REMARKS = ("hardware: ", "by hand: ")  # how clauses begin that are no reason to run again
 
 
 class Present:
@@ -35,6 +36,11 @@ class Present:
 def changes(folder: Path, record: Mapping[str, Any], present: Present) -> list[str]:
     """What differs between a run (its folder and run.json) and the present, a clause each; empty: nothing does."""
     return [*_code_changes(folder, record, present), *_other_changes(folder, record, present)]
+
+
+def is_stale(clauses: Iterable[str]) -> bool:
+    """Whether the run would be another one if it were made again, as it was made, on its own machine."""
+    return any(not clause.startswith(REMARKS) for clause in clauses)
 
 
 def rule_changed(claim: Claim, record: Mapping[str, Any]) -> str | None:
@@ -59,7 +65,8 @@ def _other_changes(folder: Path, record: Mapping[str, Any], present: Present) ->
     now = present.parameters(str(record.get("notebook")), str(record.get("tier")))
     then = _read(folder / "parameters.yaml")
     if then is not None and now is not None and (differing := _differing(then, now)):
-        yield f"parameters: {_named(differing)}"
+        by_hand = record.get("tier_digest") == tier_digest(str(record.get("notebook")), str(record.get("tier")))
+        yield f"{'by hand' if by_hand else 'parameters'}: {_named(differing)}"
     if record.get("hardware") != present.hardware:
         yield "hardware: measured on another machine"
 

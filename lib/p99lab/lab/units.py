@@ -18,7 +18,7 @@ import orjson
 
 from p99lab.errors import BadParameterError
 from p99lab.lab import sources
-from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.run_folder import RunFolder, is_plain_name
 from p99lab.strict import StrictModel
 
 FOLDER = "units"
@@ -40,10 +40,18 @@ class Manifest(StrictModel):
 
 @dataclass(frozen=True)
 class Unit:
-    """A finished unit where it lies."""
+    """A finished unit where it lies.
+
+    Raises:
+        BadParameterError: its manifest names a path, where only a file of the unit may stand.
+    """
 
     folder: Path
     manifest: Manifest
+
+    def __post_init__(self) -> None:
+        if paths := [name for name in (self.manifest.name, *self.manifest.files) if not is_plain_name(name)]:
+            raise BadParameterError(f"{self.folder / MANIFEST} names what is no plain file name: {paths[0]!r}")
 
     @property
     def seconds(self) -> float:
@@ -89,7 +97,11 @@ class Units:
         return cls(folder, basis(folder.read_json(RUN_RECORD)) if (folder.path / RUN_RECORD).is_file() else None)
 
     def get(self, name: str) -> Unit | None:
-        """The unit where it is finished, whole, and of this very code, parameters and hardware; else None."""
+        """The unit where it is finished, whole, and of this very code, parameters and hardware; else None.
+
+        Raises:
+            BadParameterError: its manifest names a path.
+        """
         unit = _read(self._folder.path / FOLDER / name)
         if unit is None or unit.manifest.key != self._key(name) or unit.is_damaged:
             return None
@@ -102,7 +114,7 @@ class Units:
             SealedError: the run has ended.
             UnwritableError: the disk refuses; the unit is not finished then.
         """
-        if not _NAME.fullmatch(name) or MANIFEST in files:
+        if not _NAME.fullmatch(name) or MANIFEST in files or not all(map(is_plain_name, (name, *files))):
             raise ValueError(f"'{name}' with {', '.join(files)} cannot be a unit")
         if (key := self._key(name)) is None:
             return
@@ -129,7 +141,11 @@ def basis(record: Mapping[str, Any]) -> str | None:
 
 
 def finished(folder: RunFolder) -> tuple[list[Unit], list[str]]:
-    """The finished units of a run, and the names of those that were damaged since: they are of no use."""
+    """The finished units of a run, and the names of those that were damaged since: they are of no use.
+
+    Raises:
+        BadParameterError: a unit's manifest names a path.
+    """
     changes = folder.verify() if folder.is_sealed else []
     units = Units(folder, basis(folder.read_json(RUN_RECORD)))
     whole, damaged = [], []

@@ -97,8 +97,10 @@ def merge(folders: Sequence[Path], force: bool = False) -> Merged:
     histograms = {name: merged([part.histograms[name] for part in parts]) for name in names}
     exact = all(part.values is not None for part in parts)
     metrics = {name: _exact(parts, name) if exact else _from_histogram(parts, name, histograms[name]) for name in names}
+    unsteady = [part for part in parts if part.summary["steady_window"]["verdict"] == "drifting"]
     notes = [
         *problems,
+        *(f"{part.path}: no steady window, its latency or load was drifting" for part in unsteady),
         *([] if exact else [f"{REQUESTS} is missing: intervals are of the histograms, to three digits"]),
     ]
     return Merged(parts, histograms, metrics, exact, tuple(notes))

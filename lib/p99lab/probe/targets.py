@@ -30,6 +30,7 @@ from p99lab.strict import StrictModel
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_TIMEOUT_S = 10.0
+KEEPALIVE_S = 4.0  # shorter than servers' own (uvicorn: 5 s): a request must not meet a connection that is closing
 MAX_COMPLAINT_BYTES = 16 << 10
 MAX_LISTED = 8
 
@@ -207,7 +208,7 @@ class OpenAITarget:
         """
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the driver limits whole requests
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,
         )
         try:

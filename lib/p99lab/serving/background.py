@@ -33,12 +33,12 @@ def serve_in_thread(
         server = Server(engine, model or engine.config.model.name, listening, drain_timeout_s, api_key)
         thread = threading.Thread(target=_run, args=(server, up), name="p99lab-server")
         thread.start()
-        loop = up.result()
         try:
+            up.result()
             yield server.url
         finally:
-            with contextlib.suppress(RuntimeError):  # it has ended already
-                loop.call_soon_threadsafe(server.stop)
+            with contextlib.suppress(Exception):  # it did not come up, or has ended already
+                up.result().call_soon_threadsafe(server.stop)
             thread.join()
 
 

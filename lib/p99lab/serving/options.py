@@ -62,7 +62,7 @@ class ServeOptions(StrictModel):
         """
         if self.api_key_env is None:
             return None
-        key = os.environ.get(self.api_key_env)
+        key = os.environ.get(self.api_key_env, "").strip()
         if not key:
             raise BadParameterError(f"the environment variable '{self.api_key_env}' holds no API key")
         return key

@@ -20,16 +20,20 @@ class PeerEnvironmentError(P99labError):
     """An environment of another project's tools could not be made."""
 
 
-def environment(name: str, requirements: Sequence[str]) -> Path:
+def environment(name: str, requirements: Sequence[str], constraints: Sequence[str] = ()) -> Path:
     """The Python of an environment that holds `requirements`, made on first use, below `cache_dir()/peers`.
 
-    Made anew when the requirements or this Python's version change. One process at a time makes one, others wait.
+    Made anew when either list or this Python's version changes. One process at a time makes one, others wait.
+
+    Args:
+        requirements: what pip installs.
+        constraints: versions for what these bring along; installed only where something needs it.
 
     Raises:
         PeerEnvironmentError: pip has failed; with its last line.
     """
     folder = cache_dir() / "peers" / name
-    wanted = "\n".join([f"# Python {platform.python_version()}", *requirements, ""])
+    wanted = _wanted(requirements, constraints)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -37,10 +41,17 @@ def environment(name: str, requirements: Sequence[str]) -> Path:
         if not done.is_file() or done.read_text() != wanted:
             shutil.rmtree(folder, ignore_errors=True)
             _run([sys.executable, "-m", "venv", str(folder)])
-            options = ("--no-input", "--disable-pip-version-check", "--quiet")
-            _run([str(_python(folder)), "-m", "pip", "install", *options, *requirements])
+            limits = folder / "constraints.txt"
+            limits.write_text("".join(f"{one}\n" for one in constraints))
+            options = ("--no-input", "--disable-pip-version-check", "--quiet", "--prefer-binary")
+            _run([str(_python(folder)), "-m", "pip", "install", *options, "--constraint", str(limits), *requirements])
             done.write_text(wanted)
     return _python(folder)
+
+
+def _wanted(requirements: Sequence[str], constraints: Sequence[str]) -> str:
+    limits = [f"# constraint: {one}" for one in constraints]
+    return "\n".join([f"# Python {platform.python_version()}", *limits, *requirements, ""])
 
 
 def _python(folder: Path) -> Path:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -27,6 +26,7 @@ NUM_REQUESTS = 400
 REPEATS = 5
 LIMIT_S = 1.0
 NOTEBOOKS = ("00_environment", "01_headline_p99", "02_1_kv_growth", "04_2_isolation")
+CLAIMED = NOTEBOOKS[1]  # whose claims the template's figures speak to
 STATUSES = ("completed", "completed", "completed", "failed", "timed out", "kernel died")
 
 
@@ -50,13 +50,16 @@ def checks(work: Path) -> Iterator[Check]:
     yield _equal("files written for it", [], sorted(_files(outputs) - before))
     page = index.write(outputs).read_text()
     yield _equal("runs on index.html", NUM_RUNS, page.count("<li class=") - page.count('<li class="withdrawn"'))
+    judged = sum(run.status == "completed" and run.notebook == CLAIMED for run in listed)
+    chips = (page.count('<ul class="chips">'), page.count('<li class="withdrawn"'))
+    yield _equal("runs with verdicts on it, and with withdrawn ones", (judged, 0), chips)
     _, counted = runs.query(outputs, "SELECT count(DISTINCT run), count(*) FROM requests")
     with_requests = NUM_RUNS - 2  # all but the foreign folder and the broken one
     yield _equal("SQL over every run's requests", [(with_requests, with_requests * NUM_REQUESTS)], counted)
 
 
 def _template(work: Path) -> RunFolder:
-    """One run of realistic content: 15 cells, figures, a table of percentiles, 400 requests, a page, checksums."""
+    """What the runs have in common, of realistic size: figures, a table of percentiles, 400 requests, a page."""
     folder = RunFolder.create(work / "template")
     sampled = [Figure(f"p99_e2e_{name}", 1.5, "s", 1.4, 1.7, NUM_REQUESTS) for name in ("stock", "full")]
     write_figures(folder, [*sampled, Figure.exact("num_pages", 128, "pages")])
@@ -73,8 +76,6 @@ def _template(work: Path) -> RunFolder:
     write_parquet([_request(number) for number in range(NUM_REQUESTS)], folder.path / "metrics" / "requests.parquet")
     folder.write("report.html", "<!DOCTYPE html><title>run</title>" + "x" * 300_000)
     folder.write_json("hardware.json", {"id": "0123456789ab", "numa_nodes": 1, "gpus": []})
-    folder.write_json("run.json", {})
-    folder.seal()
     return folder
 
 
@@ -101,16 +102,16 @@ def _request(number: int) -> RequestRecord:
     )
 
 
-def _copy(template: RunFolder, outputs: Path, number: int, **changes: Any) -> Path:
-    """A run with a name and record of its own; the files beside it are links to the template's."""
+def _copy(template: RunFolder, outputs: Path, number: int, **changes: Any) -> None:
+    """A run with a record and checksums of its own, sealed if it ended; its other files are links to the template's."""
     began = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC) + datetime.timedelta(minutes=17 * number)
     run_id, notebook = f"{began:%Y%m%d-%H%M%S}-000-{number:04x}", NOTEBOOKS[number % len(NOTEBOOKS)]
-    folder = outputs / notebook / run_id
-    shutil.copytree(template.path, folder, copy_function=lambda source, target: Path(target).hardlink_to(source))
-    (folder / "run.json").unlink()
+    folder = RunFolder(outputs / notebook / run_id)
+    shutil.copytree(template.path, folder.path, copy_function=lambda source, target: Path(target).hardlink_to(source))
     record = {"run_id": run_id, "notebook": notebook, **_record(began, STATUSES[number % len(STATUSES)]), **changes}
-    (folder / "run.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
-    return folder
+    folder.write_json("run.json", record)
+    if record["status"] != "running":
+        folder.seal()
 
 
 def _record(began: datetime.datetime, status: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import importlib.metadata
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,13 +22,14 @@ from p99lab import project
 from p99lab.errors import BadParameterError, did_you_mean
 from p99lab.lab import provenance
 from p99lab.lab.proof.check import Check
+from p99lab.lab.run_folder import UnwritableError
 from p99lab.observe import hardware
 
 PARTS: Mapping[str, str] = MappingProxyType(
     {
         "coverage": "intervals hold the true percentile as often as they say",
         "peers": "guidellm and aiperf on the same server and load",
-        "clients": "the official client and lm-eval against the server",
+        "clients": "the official client, lm-eval and guidellm against the server",
         "faults": "kernels killed, runners killed, disks filled, fifty times each",
         "listing": "a thousand runs listed",
     }
@@ -101,12 +103,28 @@ def _module(part: str) -> ModuleType:
 
 
 def publish(made: PartRecord, folder: Path) -> None:
-    """Keep a part's record, and the page of all parts beside it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Keep a part's record, and the page of all parts beside it; each whole or as it was.
+
+    Raises:
+        UnwritableError: the disk refuses.
+    """
     options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-    (folder / f"{made.part}.json").write_bytes(orjson.dumps(made.as_dict(), option=options))
+    _replace(folder / f"{made.part}.json", orjson.dumps(made.as_dict(), option=options))
     known = [PartRecord.read(path) for name in PARTS if (path := folder / f"{name}.json").is_file()]
-    (folder / "README.md").write_text(page(known))
+    _replace(folder / "README.md", page(known).encode())
+
+
+def _replace(target: Path, content: bytes) -> None:
+    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            draft.write_bytes(content)
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnwritableError(f"cannot write {target}: {error.strerror}") from error
 
 
 def page(records: Sequence[PartRecord]) -> str:

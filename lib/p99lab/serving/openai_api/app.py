@@ -148,7 +148,8 @@ class Gate:
     def _problem(self, scope: Scope) -> ApiError | None:
         if not self._has_key(scope):
             problem = "this server needs its API key, as 'Authorization: Bearer …'"
-            return ApiError(401, problem, kind="authentication_error", code="invalid_api_key")
+            challenge = {"www-authenticate": "Bearer"}
+            return ApiError(401, problem, kind="authentication_error", code="invalid_api_key", headers=challenge)
         return shutting_down() if self._service.draining and scope["method"] == "POST" else None
 
     def _has_key(self, scope: Scope) -> bool:
@@ -156,5 +157,5 @@ class Gate:
         key = self._service.api_key
         if key is None:
             return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        return hmac.compare_digest(sent, b"Bearer " + key.encode())
+        scheme, _, sent = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        return hmac.compare_digest(sent.strip(), key.encode()) and scheme.lower() == b"bearer"

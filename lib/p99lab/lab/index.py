@@ -159,7 +159,7 @@ def _summary(run: Run) -> Iterator[tuple[str, str, str]]:
 
 def _chips(run: Run, figures: dict[str, Figure], claims: Sequence[Claim]) -> str:
     """How many claims stand where by this run's figures; nothing of runs that the ledger does not count."""
-    if run.status != "completed" or run.tier == "smoke" or not claims:
+    if not run.is_counted or not claims:
         return ""
     if reason := inspection.withdrawn(run):
         return f'<ul class="chips"><li class="withdrawn">verdicts withdrawn: {escape(reason)}</li></ul>'

@@ -49,7 +49,7 @@ class Judged:
 class Inspection:
     """A run and what its files say. `changes` since it was sealed, None where it never was; `problems`: unreadable.
 
-    `withdrawn`: why the verdicts do not count in the ledger, if they do not (see `withdrawn` of this module).
+    `withdrawn`: what takes the verdicts away in the ledger too, None where nothing does (see the function so named).
     """
 
     run: Run
@@ -247,7 +247,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], fold: bool = Tr
 def _feet(found: Inspection) -> Iterator[RenderableType]:
     if found.verdicts and found.run.tier == "smoke":
         yield Text("a smoke run shows that the notebook works: its verdicts do not count in the ledger")
-    elif found.verdicts and found.changes and found.withdrawn is None:
+    elif found.run.is_counted and found.verdicts and found.changes and found.withdrawn is None:
         yield Text("the ledger still counts this run: what has changed is nothing that its verdicts follow from")
     yield from (Text(f"void: {reason}") for reason in found.void)
     yield from (Text(f"problem: {problem}") for problem in found.problems)

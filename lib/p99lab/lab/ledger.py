@@ -110,7 +110,7 @@ def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
 
 def completed(outputs: Path) -> list[Completed]:
     """The runs that count, latest first; a published copy only where the run itself is not here."""
-    counted = [run for run in runs.catalogue(outputs) if run.status == "completed" and run.tier != "smoke"]
+    counted = [run for run in runs.catalogue(outputs) if run.is_counted]
     return [Completed(run) for run in sorted(counted, key=lambda run: run.started, reverse=True)]
 
 

@@ -82,6 +82,11 @@ class Run:
         revision = self.record.get("revision")
         return f"{str(revision)[:12]}{'+' if self.record.get('dirty') else ''}" if revision else ""
 
+    @property
+    def is_counted(self) -> bool:
+        """Whether the ledger asks it: it completed, and more was meant than to show that the notebook works."""
+        return self.status == "completed" and self.tier != "smoke"
+
     def as_record(self) -> dict[str, Any]:
         """The row of `p99lab runs --json` and of the view `runs`."""
         exit_code = self.record.get("exit_code")

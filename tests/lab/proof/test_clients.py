@@ -1,4 +1,4 @@
-"""The proof part `clients`, short of its servers: the task, the verdicts, and the environment of lm-eval."""
+"""The proof part `clients`, short of its servers: lm-eval's task, and the verdicts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from p99lab.lab.proof import clients, environments, harness
-from p99lab.lab.proof.environments import PeerEnvironmentError, environment
+from p99lab.lab.proof import clients, harness
+from p99lab.lab.proof.peer_tools import Measured
 
 pytestmark = pytest.mark.light
 
@@ -44,27 +45,22 @@ def test_what_agrees_passes_and_each_kind_of_disagreement_fails_its_own_check() 
     assert verdicts([wrong, ITEM], [ITEM, wrong]) == [False, True, True]  # the same mean is not the same
 
 
-def test_an_environment_is_made_once_and_anew_for_other_requirements(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str]) -> None:
-        commands.append(command)
-        if "venv" in command:
-            Path(command[-1]).mkdir()
-
-    monkeypatch.setenv("P99LAB_CACHE", str(tmp_path))
-    monkeypatch.setattr(environments, "_run", run)
-    for requirements in (("a==1",), ("a==1",), ("a==2",)):
-        assert environment("tool", requirements) == tmp_path / "peers" / "tool" / "bin" / "python"
-    folder = str(tmp_path / "peers" / "tool")
-    assert [command[-1] for command in commands] == [folder, "a==1", folder, "a==2"]
+MEASURED = Measured(
+    {"ttft": np.full(20, 0.1), "e2e": np.full(20, 0.8), "tpot": np.full(20, 0.1)}, {}, (8,) * 20, num_failed=0
+)
 
 
-def test_an_environment_that_failed_is_no_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("P99LAB_CACHE", str(tmp_path))
-    monkeypatch.setattr(environments.sys, "executable", "/bin/false")
-    for _ in range(2):
-        with pytest.raises(PeerEnvironmentError, match=r"-m venv .* has failed: no reason given"):
-            environment("tool", ("a==1",))
+@pytest.mark.parametrize(
+    ("measured", "passed"),
+    [
+        (MEASURED, [True, True, True]),
+        (replace(MEASURED, num_failed=1), [False, True, True]),
+        (replace(MEASURED, values={**MEASURED.values, "e2e": np.full(19, 0.8)}), [False, True, False]),
+        (replace(MEASURED, num_output_tokens=(8,) * 19 + (7,)), [True, False, True]),
+        (replace(MEASURED, values={"e2e": np.full(20, 0.8)}), [True, True, False]),  # nothing was streamed
+        (replace(MEASURED, values={**MEASURED.values, "ttft": np.full(20, 0.8)}), [True, True, False]),  # all at once
+        (Measured({}, {}, (), num_failed=20), [False, False, False]),
+    ],
+)
+def test_each_thing_that_guidellm_may_miss_fails_its_own_check(measured: Measured, passed: list[bool]) -> None:
+    assert [check.passed for check in clients.answered(measured)] == passed

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import pytest
 from p99lab.errors import BadParameterError
 from p99lab.lab.proof import parts
 from p99lab.lab.proof.check import Check
+from p99lab.lab.run_folder import UnwritableError
 
 pytestmark = pytest.mark.light
 
@@ -48,3 +51,21 @@ def test_a_record_is_published_with_its_page_and_read_back(tmp_path: Path) -> No
 def test_a_part_without_checks_has_not_passed() -> None:
     empty = parts.record("listing", datetime.datetime.now(datetime.UTC), [])
     assert not empty.passed
+
+
+@pytest.mark.usefixtures("one_part")
+def test_a_record_that_cannot_be_written_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list(parts.checks("peers", tmp_path))
+    record = parts.record("peers", datetime.datetime.now(datetime.UTC), made)
+    parts.publish(record, tmp_path / "proof")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "proof").iterdir()}
+
+    def half(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    with pytest.raises(UnwritableError, match=r"cannot write .*peers.json: No space left on device"):
+        parts.publish(replace(record, seconds=1.0), tmp_path / "proof")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "proof").iterdir()} == before

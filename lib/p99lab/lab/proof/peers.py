@@ -45,7 +45,7 @@ that equal ranks are the same draw, and what is left is the clients' own:
 
 - TTFT and E2E: 5 ms, as late as clients may be before the probe calls a run void. It covers the send (a connection)
   and the end of E2E (what follows the last token; of answers of one token, E2E less TTFT shows it).
-- TPOT: 1 ms. What follows the last token is in ours alone, divided by three gaps.
+- TPOT: 1 ms. What follows the last token, 3 ms at the most, is in ours alone, divided by three gaps.
 - P99 under a stall and an open load: a gap between two arrivals more. Each request that waits for the end of the stall
   waits one gap less than the one before, and one more or fewer may come into it.
 """
@@ -65,7 +65,9 @@ class Meeting:
     def tolerance(self, metric: str, p: str) -> tuple[float, str]:
         """How far two tools may lie apart, seconds, and why."""
         if metric == "tpot":
-            return TPOT_TOLERANCE_S, "1 ms: the end of the stream, over three gaps"
+            gaps = CASES[self.case].num_tokens - 1
+            after = f"{1000 * gaps * TPOT_TOLERANCE_S:g} ms from the last token to the end of the stream"
+            return TPOT_TOLERANCE_S, f"{after}, over {gaps} gaps"
         clients = f"{1000 * LATENESS_LIMIT_S:g} ms: as late as clients may be"
         if p == "p99" and self.case == ONE_STALL and isinstance(self.load, OpenLoad):
             gap_s = 1.0 / self.load.rate

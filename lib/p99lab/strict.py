@@ -46,6 +46,8 @@ class StrictModel(BaseModel):
     @classmethod
     def _explain_one(cls, problem: dict[str, Any]) -> str:
         path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "value_error":  # a rule of ours, which says itself what it got
+            return f"{path or cls.__name__}: {problem['ctx']['error']}"
         if problem["type"] != "extra_forbidden":
             return f"{path or cls.__name__}: {problem['msg']}, got {problem['input']!r}"
         known = cls._fields_at(problem["loc"][:-1])

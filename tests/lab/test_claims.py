@@ -11,6 +11,7 @@ from p99lab.lab.claims import Claim, Name, Side, differences, load_claims, rule_
 from p99lab.lab.figures import Figure, read_figures, write_figures
 from p99lab.lab.ledger import Row, completed, ledger, table
 from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.staleness import Present
 
 pytestmark = pytest.mark.light
 
@@ -394,7 +395,7 @@ def test_a_published_copy_counts_only_where_the_run_is_not(tmp_path: Path) -> No
     assert laptop.evidence.startswith(f"{tmp_path.name}/09_example/1/")
     assert node.evidence is not None
     assert node.evidence.startswith(f"{tmp_path.name}/published/09_example/2/")
-    assert len(completed(tmp_path)) == 2
+    assert len(completed(tmp_path, Present())) == 2
 
 
 def test_a_published_copy_does_not_stand_in_for_a_run_that_is_here(tmp_path: Path) -> None:
@@ -472,3 +473,28 @@ def test_command_line(tmp_path: Path) -> None:
     withdrawn = rows["c1.p99_ratio"]
     assert (withdrawn["verdict"], withdrawn["measured"], withdrawn["ci95"]) == (None, None, None)
     assert "withdrawn: run.json: changed" in str(withdrawn["evidence"])
+
+
+def test_a_run_with_parameters_given_by_hand_replaces_none_of_a_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0))
+    make_run(tmp_path, "2", latency(4.0), speedup(1.5, 2.0), by_hand=True)
+    monkeypatch.setattr("p99lab.lab.ledger.is_by_hand", lambda folder, record, present: "by_hand" in record)
+    assert [row.run for row in rows_of(tmp_path)] == ["1"]
+    make_run(tmp_path, "3", latency(4.0), speedup(1.5, 2.0), by_hand=True, hardware="node")
+    assert [row.run for row in rows_of(tmp_path)] == ["1", "3"]  # where nothing else speaks, it does
+
+
+def test_the_table_says_what_decided_and_why_a_verdict_is_withdrawn(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    make_run(tmp_path, "1", latency(3.0), speedup(1.5, 2.0))
+    tampered = make_run(tmp_path, "2", latency(4.0), speedup(1.5, 2.0), hardware="node").path / "run.json"
+    tampered.chmod(0o644)
+    tampered.write_text(tampered.read_text().replace("abc", "abd"))
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(table(rows_of(tmp_path)))
+    assert "→ speedup above 1: 1.75 [1.5, 2]" in capture.get()
+    assert "withdrawn, 2: run.json: changed" in capture.get()

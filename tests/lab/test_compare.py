@@ -164,6 +164,41 @@ def test_it_says_what_is_not_alike(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("parameters", "record", "names"),
+    [
+        ("document_tokens_max: 9\n", {}, "document_tokens_max"),
+        ("concurrency: 2\nopen_share: 0.5\nmodel: m\n", {}, "concurrency, open_share, model"),
+        ("seed: 0\n", {"tier": "smoke", "hardware": "H200"}, "tier, hardware"),
+    ],
+)
+def test_what_was_asked_differently_gives_no_verdict(
+    tmp_path: Path, parameters: str, record: dict[str, str], names: str
+) -> None:
+    make_run(tmp_path, FIRST, tables={"percentiles": [percentiles(2.0)]})
+    make_run(tmp_path, SECOND, tables={"percentiles": [percentiles(1.0)]}, parameters=parameters, **record)
+    arguments = ["runs", "compare", FIRST, SECOND, "--outputs", str(tmp_path)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0
+    assert f"no verdict they were asked different things ({names})" in " ".join(done.stdout.split())
+    assert set(by_name(compared(tmp_path)).values()) == {Said.NOT_ALIKE}
+    assert "1 better" in CliRunner().invoke(app, [*arguments, "--anyway"]).stdout
+
+
+@pytest.mark.parametrize("parameters", ["seed: 7\n", "seed: 0\nmax_num_seqs: 8\nchunk_tokens: 64\n"])
+def test_another_seed_and_what_one_compares_leave_the_verdicts(tmp_path: Path, parameters: str) -> None:
+    make_run(tmp_path, FIRST, tables={"percentiles": [percentiles(2.0)]})
+    make_run(tmp_path, SECOND, tables={"percentiles": [percentiles(1.0)]}, parameters=parameters, revision="f" * 40)
+    assert by_name(compared(tmp_path))["stock, closed: e2e P99"] is Said.BETTER
+
+
+def test_a_run_is_not_compared_with_itself(tmp_path: Path) -> None:
+    path = make_run(tmp_path, FIRST)
+    for other in (FIRST, FIRST[:8], str(path)):
+        with pytest.raises(BadParameterError, match=r"one and the same$"):
+            compared(tmp_path, FIRST, other)
+
+
 def test_different_notebooks_are_refused(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST)
     make_run(tmp_path, SECOND, "00_environment")
@@ -192,14 +227,14 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         compared(tmp_path)
 
 
-def probe_folder(path: Path, p99: float, void: tuple[str, ...] = (), digest: str = "d") -> str:
+def probe_folder(path: Path, p99: float, void: tuple[str, ...] = (), digest: str = "d", **options: Any) -> str:
     path.mkdir()
     figure = {"value": p99, "ci95": [0.95 * p99, 1.1 * p99], "n": 400, "effective_n": 400, "reason": None}
     nothing = {**figure, "value": None, "ci95": [None, None]}
     metric = {"unit": "s", "p50": nothing, "p90": nothing, "p99": figure, "p999": nothing, "std": nothing}
     summary = {
         "target": {"name": "http://127.0.0.1", "transport": "http"},
-        "options": {"seed": 0},
+        "options": {"seed": 0, **options},
         "workload_digest": digest,
         "ttft": metric,
         "ttft_from_send": metric,
@@ -223,6 +258,22 @@ def test_two_probes(tmp_path: Path) -> None:
     assert compared(tmp_path, a, void).void == ("B: the client was late",)
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"seed": 1, "repetition": 2}, Said.BETTER),
+        ({"target": "http://elsewhere"}, Said.BETTER),
+        ({"rate": 2.0}, Said.NOT_ALIKE),
+        ({"answer_tokens": [1, 2]}, Said.NOT_ALIKE),
+    ],
+)
+def test_probes_of_another_workload_or_load(tmp_path: Path, options: dict[str, Any], expected: Said) -> None:
+    a, b = probe_folder(tmp_path / "a", 2.0), probe_folder(tmp_path / "b", 1.0, **options)
+    assert by_name(compared(tmp_path, a, b))["ttft P99"] is expected
+    with pytest.raises(BadParameterError, match="one and the same"):
+        compared(tmp_path, a, f"{a}/")
+
+
 def test_a_probe_is_not_compared_with_a_run(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST)
     with pytest.raises(BadParameterError, match="nothing to compare"):
@@ -231,13 +282,13 @@ def test_a_probe_is_not_compared_with_a_run(tmp_path: Path) -> None:
 
 def test_the_page_and_the_record(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST, tables={"percentiles": [percentiles(2.0)]})
-    make_run(tmp_path, SECOND, tables={"percentiles": [percentiles(1.0)]}, tier="smoke")
+    make_run(tmp_path, SECOND, tables={"percentiles": [percentiles(1.0)]}, parameters="seed: 1\n")
     found = compared(tmp_path)
     console = Console(width=100)
     with console.capture() as captured:
         console.print(comparing.page(found))
     text = captured.get()
-    assert "not alike  tier: laptop → smoke" in text
+    assert "not alike  parameters: seed 0 → 1" in text
     assert "0.500 [0.449, 0.557]" in text
     assert "1 better" in text
     assert "3 of them have intervals: if nothing differed, about" in text

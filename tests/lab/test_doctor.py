@@ -176,3 +176,4 @@ def test_the_page_shows_every_line_and_markup_is_escaped() -> None:
         console.print(doctor.page(findings))
     text = captured.get()
     assert all(part in text for part in ("[red]x", "fine", "missing", "a [b]", "1 ok, 1 missing; 1 of them"))
+    assert " ".join(text.split()).endswith("a run here: y")

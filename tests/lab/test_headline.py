@@ -285,17 +285,30 @@ def test_a_tail_three_times_shorter_shows_the_direction_and_lists_what_differs(m
 
 
 def test_the_decision_page_gets_each_measure_and_the_full_set(measured: Headline) -> None:
-    (p50, p99) = headline_effects.effects(_made_up(measured, 3.0, 1.0))
-    assert (p99.measure, p99.against, p99.metric) == ("chunked + shared-prefix groups", "prefix cache", "E2E P99")
+    effects = {effect.metric: effect for effect in headline_effects.effects(_made_up(measured, 3.0, 1.0))}
+    assert list(effects) == ["E2E P50", "E2E P99", "E2E jitter"]
+    p99 = effects["E2E P99"]
+    assert (p99.measure, p99.against) == ("chunked + shared-prefix groups", "prefix cache")
     assert p99.ratio == pytest.approx(3.0)
-    assert (p50.verdict, p99.verdict) == ("helps", "helps")
+    assert {effect.verdict for effect in effects.values()} == {"helps"}
     assert p99.conditions["documents"] == len(measured.document_tokens)
-    assert headline_effects.effects(_contaminated(measured, "stock")) == [
-        effect
-        for effect in headline_effects.effects(measured)
-        if "prefix cache" not in (effect.measure, effect.against)
-    ]
+    without_stock = headline_effects.effects(_contaminated(measured, "stock"))
+    assert not any("prefix cache" in (effect.measure, effect.against) for effect in without_stock)
     assert "prefix cache" in headline_effects.measures()
+
+
+def test_a_handful_of_requests_gives_a_bound_where_all_are_longer(measured: Headline) -> None:
+    long = _made_up(measured, 3.0, 1.0)
+    none, stock = (next(b for b in measured.blocks if b.arm.name == name) for name in ("no cache", "stock"))
+    records = tuple(_record(i, 100.0 + i, queue=0, prefill=1, decode=0, scheduling=0) for i in range(3))
+    few = dataclasses.replace(_with_records(none, records), load="closed")
+    blocks = (few, *(block for block in long.blocks if block.arm == stock.arm))
+    (effect,) = headline_effects.effects(dataclasses.replace(measured, blocks=blocks))
+    assert (effect.measure, effect.metric, effect.n) == ("prefix cache", "E2E, every request", 3)
+    longest = max(record.end_s - record.send_s for record in blocks[1].run.records)
+    assert effect.ci_low == pytest.approx(100.0 / longest)
+    assert effect.ci_high is None
+    assert effect.verdict == "helps"
 
 
 def test_no_difference_shows_no_direction(measured: Headline) -> None:

@@ -103,6 +103,13 @@ def test_verdicts_of_a_changed_run_are_withdrawn(tmp_path: Path, name: str) -> N
     assert "direction only" not in html
 
 
+def test_a_smoke_run_is_marked_and_shows_no_figure(tmp_path: Path) -> None:
+    make_run(tmp_path, FIRST, tier="smoke")
+    html = page_of(tmp_path)
+    assert "p99_ratio" not in html
+    assert "its figures are no results" in html
+
+
 def test_a_notebook_without_figures_shows_its_summary(tmp_path: Path) -> None:
     summary = [{"what": "memory read", "here": "11 GB/s"}]
     make_run(tmp_path, FIRST, "00_environment", figures=[], tables={"summary": summary})

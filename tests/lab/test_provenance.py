@@ -41,6 +41,15 @@ def test_changes_are_a_patch_and_new_files_a_name(checkout: Path) -> None:
     assert "secret" not in state.patch
 
 
+def test_what_was_measured_is_no_change_of_the_code(checkout: Path) -> None:
+    run = checkout / "outputs" / "published" / "01" / "run.json"
+    run.parent.mkdir(parents=True)
+    run.write_text("{}")
+    assert not provenance.git_state(checkout).is_dirty
+    (checkout / "outputs.py").write_text("")
+    assert provenance.git_state(checkout).untracked == ("outputs.py",)
+
+
 def test_the_patch_restores_the_change(checkout: Path) -> None:
     (checkout / "a.py").write_text("a = 2\n")
     patch = provenance.git_state(checkout).patch

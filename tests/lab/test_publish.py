@@ -177,11 +177,19 @@ def test_figures_of_a_smoke_run_do_not_reach_the_ledger(tmp_path: Path) -> None:
     assert not any(row["run"] for row in as_records(ledger(tmp_path)))
 
 
+def test_void_arms_are_said_and_not_refused(tmp_path: Path) -> None:
+    note = [{"arm": "stock", "load": "open", "note": "void: the client was late"}]
+    make_run(tmp_path, FIRST, tables={"summary": note})
+    done = CliRunner().invoke(app, ["publish", FIRST, "--outputs", str(tmp_path)])
+    assert (done.exit_code, "note: void: stock, open: the client was late" in done.stdout) == (0, True)
+
+
 def test_the_command_says_where_the_copy_is_and_writes_the_index_anew(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST)
     done = CliRunner().invoke(app, ["publish", FIRST[:8], "--outputs", str(tmp_path)])
     assert done.exit_code == 0
     assert done.stdout.startswith(str(tmp_path / "published" / NOTEBOOK / FIRST))
     assert "published" in (tmp_path / "index.html").read_text()
+    assert "note: stale: the run did not record its code" in done.stdout
     again = CliRunner().invoke(app, ["publish", FIRST, "--outputs", str(tmp_path)])
     assert isinstance(again.exception, NotPublishableError)

@@ -65,13 +65,14 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def render(tmp_path: Path) -> Callable[..., str]:
-    def render(run: dict[str, Any] | None = None, status: str = "completed") -> str:
+    def render(run: dict[str, Any] | None = None, status: str = "completed", injected: bool = True) -> str:
         folder = RunFolder.create(tmp_path)
         cells = [
             new_markdown_cell(
                 "# Is it <fast>?\n\nA question with a [link](https://example.org/paper).\n\n|a|b|\n|-|-|\n|1|2|"
             ),
-            new_code_cell("word = 'a'", metadata={"tags": ["injected-parameters"]}),
+            new_code_cell("word = 'the default'", metadata={"tags": ["parameters"]}),
+            *([new_code_cell("word = 'what ran'", metadata={"tags": ["injected-parameters"]})] if injected else []),
             new_code_cell("print(1 < 2)", outputs=OUTPUTS, metadata={"papermill": {"status": status}}),
         ]
         metadata = {"language_info": {"name": "python", "pygments_lexer": "ipython3"}}
@@ -107,9 +108,12 @@ def test_the_header_says_what_ran_where_and_when(render: Callable[..., str]) -> 
     assert "&lt;a&gt;</td>" in html  # the parameter's value
 
 
-def test_code_is_folded_and_the_injected_cell_left_out(render: Callable[..., str]) -> None:
+def test_code_is_folded_and_of_the_parameters_what_ran_is_shown(render: Callable[..., str]) -> None:
+    assert "the default" in render(injected=False)
     html = render()
-    assert html.count('<details class="source">') == 1
+    assert "what ran" in html
+    assert "the default" not in html
+    assert html.count('<details class="source">') == 2
     assert not any("open" in attributes for attributes in Page(html).all("details"))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,11 @@ from typer.testing import CliRunner, Result
 from p99lab import project
 from p99lab.cli import app
 from p99lab.errors import BadParameterError
-from p99lab.lab import alive, index, inspection, runs
+from p99lab.lab import alive, index, inspection, resume, runs, units
 from p99lab.lab.figures import Figure
 from p99lab.lab.ledger import completed
+from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.staleness import Present
 from tests.lab.run_folders import FIRST, NOTEBOOK, SECOND, make_run, tamper
 
 pytestmark = pytest.mark.light
@@ -49,6 +52,9 @@ def test_newest_first_and_chosen_by_notebook_status_and_number(tmp_path: Path) -
     assert [run.id for run in runs.choose(found, notebook="00")] == ["20261128-120000-000-cccc"]
     assert [run.id for run in runs.choose(found, status="timed out")] == [SECOND]
     assert [run.id for run in runs.choose(found, last=1)] == [SECOND]
+    assert runs.choose(found, notebook="99") == []  # known, and never run
+    with pytest.raises(BadParameterError, match=r"^no notebook '77'; known are 00_environment, 01_headline_p99, "):
+        runs.choose(found, notebook="77")
 
 
 @pytest.mark.parametrize("record", ["{", "[1]", "null", "", '{"status": 3}'])
@@ -138,11 +144,11 @@ def test_sql_joins_runs_whose_columns_differ(tmp_path: Path) -> None:
 
 def test_sql_knows_columns_that_no_run_has(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST, "00_environment", figures=[])
-    query = "SELECT run, arm, p99 FROM percentiles WHERE metric = 'e2e'"
+    query = "SELECT run, arm, load, p99 FROM percentiles WHERE metric = 'e2e'"
     assert query in (project.root() / "README.md").read_text()
-    assert runs.query(tmp_path, query) == (["run", "arm", "p99"], [])
+    assert runs.query(tmp_path, query) == (["run", "arm", "load", "p99"], [])
     done = p99lab("runs", "sql", query, "--outputs", str(tmp_path))
-    assert (done.exit_code, done.stdout.split()) == (0, ["run", "arm", "p99"])
+    assert (done.exit_code, done.stdout.split()) == (0, ["run", "arm", "load", "p99"])
     make_run(tmp_path, SECOND, tables={"percentiles": [{"arm": "stock", "p99": None, "more": 1}]})
     assert runs.query(tmp_path, "SELECT run, arm, p99, metric, more FROM percentiles") == (
         ["run", "arm", "p99", "metric", "more"],
@@ -162,6 +168,8 @@ def test_sql_leaves_no_file_and_errors_are_one_line(tmp_path: Path) -> None:
     for query in ("SELEC 1", "FROM nothing"):
         with pytest.raises(BadParameterError, match=r"^[^\n]+$"):
             runs.query(tmp_path, query)
+    with pytest.raises(BadParameterError, match=r"^[^\n]*nothing_such[^\n]*; figures has run, metric, [^\n]+$"):
+        runs.query(tmp_path, "SELECT nothing_such FROM figures")
     tamper(path / "metrics" / "figures.parquet")
     with pytest.raises(BadParameterError, match=r"^[^\n]*figures\.parquet[^\n]*$"):
         runs.query(tmp_path, "FROM figures")
@@ -184,6 +192,42 @@ def test_show_tells_the_whole_run(tmp_path: Path) -> None:
     ):
         assert part in text, part
     assert "2 failed" not in text
+
+
+def test_show_cuts_nothing_at_80_columns(tmp_path: Path) -> None:
+    heading = "What the open load says of the arms, and which part of it the batches explain, in words that take room"
+    cell = {"number": 12, "id": "open-load-by-arm-and-block", "heading": heading, "status": "completed", "seconds": 1.0}
+    make_run(tmp_path, FIRST, cells=[cell])
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(inspection.page(inspection.inspect(runs.find(tmp_path, FIRST))))
+    text = captured.get()
+    assert "…" not in text
+    assert re.search(r"12 +open-load-by-arm-and-block +completed +1\.0 s +What", text)
+    assert text.split("room")[0].count("\n") > 0
+    assert "p99_e2e_stock" in text
+
+
+def test_show_says_what_is_done_of_a_run_that_has_not_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    basis = {"code": "c", "parameters_digest": "p"}
+    ended = {FIRST: {"status": "pre-empted"}, SECOND: {"status": "running", "runner": alive.this_process()}}
+    for run_id, record in ended.items():
+        path = make_run(tmp_path, run_id, is_sealed=False, **basis, **record)
+        folder = RunFolder(path)
+        own = units.Units(folder, units.basis(folder.read_json("run.json")))
+        for name in ("stock-0", "stock-1"):
+            own.finish(name, {"a": b"1"}, 1.0)
+        tamper(path / "units" / "stock-1" / "a")
+    monkeypatch.setattr(resume, "prepare", lambda folder: None)
+    for run_id in ended:
+        text = shown(runs.find(tmp_path, run_id))
+        assert "1 units done: stock-0" in text
+        assert "damaged, to be measured again: stock-1" in text
+        assert ("resume with: p99lab run --resume" in text) == (run_id == FIRST)
+    monkeypatch.undo()
+    assert "cannot be resumed: " in shown(runs.find(tmp_path, FIRST))
 
 
 def test_show_withdraws_verdicts_of_changed_runs(tmp_path: Path) -> None:
@@ -229,7 +273,7 @@ def test_which_files_withdraw_a_verdict(tmp_path: Path, name: str, says: str | N
     found = inspection.inspect(run)
     assert (inspection.withdrawn(run), found.withdrawn, found.as_record()["withdrawn"]) == (says, says, says)
     if path.name != "run.json":  # which says whether it completed
-        assert [one.withdrawn for one in completed(tmp_path)] == [says]
+        assert [one.withdrawn for one in completed(tmp_path, Present())] == [says]
         assert (f"verdicts withdrawn: {says}" if says else "direction only") in index.render(tmp_path, [run])
 
 
@@ -266,6 +310,9 @@ def test_the_commands(tmp_path: Path) -> None:
     make_run(tmp_path, FIRST)
     make_run(tmp_path, SECOND, status="failed", exit_code=10)
     where = ("--outputs", str(tmp_path))
+    assert "+ after the code" not in p99lab("runs", *where).stdout
+    make_run(tmp_path, "20261128-120000-000-cccc", dirty=True)
+    assert "+ after the code: with changes" in p99lab("runs", *where).stdout
     assert p99lab("runs", *where).stdout == p99lab("runs", "list", *where).stdout
     (listed,) = json.loads(p99lab("runs", "--status", "failed", "--json", *where).stdout)
     assert (listed["run"], listed["exit_code"], listed["sealed"]) == (SECOND, 10, True)

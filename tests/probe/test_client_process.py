@@ -164,7 +164,7 @@ def test_errors_come_as_themselves_and_the_process_goes_on(endpoint: Endpoint, c
     assert (type(caught.value), caught.value.exit_code) == (TargetError, 5)
     with pytest.raises(TargetError, match="connection refused"):
         clients.run(job("http://127.0.0.1:9", load))
-    with pytest.raises(BadParameterError, match="neither in-process nor a URL") as bad:
+    with pytest.raises(BadParameterError, match="neither serve nor in-process nor a URL") as bad:
         clients.run(job("nowhere", load))
     assert bad.value.exit_code == 2
     with pytest.raises(BadParameterError, match="cannot be read"):

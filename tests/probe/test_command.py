@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -211,6 +212,7 @@ def test_a_void_result_says_so_first_and_fails_only_when_asked_to(endpoint: str)
         done = command("probe", *few, "--cache", "cold", *strict)
         assert done.returncode == exit_code, done.stderr
         assert done.stdout.startswith("VOID: these figures must not be used: declared cold, but")
+        assert done.stdout.count("declared cold, but") == 1
 
 
 def test_a_sweep_from_the_command_line_and_a_merge_of_its_points(endpoint: str, tmp_path: Path) -> None:
@@ -231,6 +233,23 @@ def test_a_sweep_from_the_command_line_and_a_merge_of_its_points(endpoint: str, 
         json.loads((Path(folder) / "summary.json").read_bytes())["e2e"]["n"] for folder in folders
     )
     assert (tmp_path / "m" / "latency.hlog").exists()
+    shown = command("merge", *folders, "--force").stdout
+    for word in (f"target: {endpoint}", "requests: ", "merged: 2 runs", "e2e, sent"):
+        assert word in shown
+
+
+def test_an_interrupted_probe_says_what_is_left(endpoint: str) -> None:
+    few = ("--target", endpoint, "--document-tokens", "100", "--answer-tokens", "4", "--requests", "9999")
+    code = "import sys; from p99lab.cli import main; sys.argv[0] = 'p99lab'; main()"
+    words = [sys.executable, "-c", code, "probe", *few, "--sweep", "1,2"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        assert child.stderr.readline().startswith("capacity: ")
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out) == (130, "")
+    assert err.splitlines()[-1] == "p99lab: interrupted: nothing was kept"
+    assert "Traceback" not in err
 
 
 def test_latency_probe_takes_the_articles_flags(endpoint: str) -> None:
@@ -252,8 +271,8 @@ def closed_port() -> int:
     ("arguments", "exit_code", "message"),
     [
         (["--target", f"http://127.0.0.1:{closed_port()}"], 5, "does not answer"),
-        (["--target", "nowhere"], 2, "neither in-process nor a URL"),
-        (["--document-tokens", "20-10"], 2, "20-10 is not a range"),
+        (["--target", "nowhere"], 2, "neither serve nor in-process nor a URL"),
+        (["--document-tokens", "20-10"], 2, "document_tokens: 20-10 is not a range of at least 1 token\n"),
         (["--document-tokens", "many"], 2, "--document-tokens 'many'"),
         (["--load", "open"], 2, "an open load needs a rate"),
         (["--load", "ajar"], 2, "load: "),

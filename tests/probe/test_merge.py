@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from p99lab.errors import BadParameterError
+from p99lab.probe import tables
 from p99lab.probe.command import ProbeResult
 from p99lab.probe.histograms import read_log
 from p99lab.probe.intervals import percentile
@@ -100,6 +101,18 @@ def test_a_void_run_is_refused(two: list[Path]) -> None:
         kept(folder, number, cache="cold")  # the records found everything in the cache
     with pytest.raises(BadParameterError, match="cold is void: declared cold"):
         merge(folders)
+    forced = merge(folders, force=True)
+    assert [reason.split(": ")[0] for reason in forced.void] == [str(folder) for folder in folders]
+    assert not any("declared cold" in line for line in tables.merged_remarks(forced))  # it stands above the table
+
+
+def test_what_is_said_of_a_merge(two: list[Path]) -> None:
+    result = merge(two)
+    said = tables.merged_remarks(result)
+    assert said[0].startswith("target: tiny, in-process, clients in")
+    assert said[1].startswith("requests: 500 sent, 500 measured")
+    assert said[2] == "merged: 2 runs, intervals by their requests"
+    assert result.is_closed
 
 
 def test_what_cannot_be_merged(two: list[Path], tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_timeline_shades_what_is_steady_and_marks_what_failed() -> None:
     dots = {str(of.get_label()): len(of.get_offsets()) for of in upper.collections if isinstance(of, PathCollection)}
     assert (dots["E2E"], dots["TTFT"], dots["failed"]) == (495, 495, 5)
     assert upper.get_ylabel() == "latency (ms)"
-    assert lower.get_xlabel() == "start of the request, since the run began (s); shaded: steady window"
+    assert lower.get_xlabel() == "start of the request, since the run began (s)\nshaded: steady window"
 
 
 def test_a_timeline_without_a_steady_window_shades_nothing() -> None:
@@ -147,7 +147,23 @@ def test_a_curve_without_an_slo_promises_none(curve: SweepResult) -> None:
 
 
 def test_a_curve_of_too_few_requests_says_so() -> None:
-    assert "no rate has enough requests" in words(plots.rate_curve(swept("1,2", requests=50)))
+    figure = plots.rate_curve(swept("1,2", requests=50))
+    assert "no rate has enough requests for P99" in words(figure)
+    rates, medians = line(figure, "P50")
+    assert rates == [1.0, 2.0]
+    assert np.all(np.isfinite(medians))
+    low, high = figure.axes[0].get_ylim()
+    assert all(low < median < high for median in medians)
+    assert_whole(figure)
+
+
+@pytest.mark.parametrize("draw", [plots.ecdf, plots.timeline])
+def test_a_void_result_says_so_in_its_title(draw: Callable[[ProbeResult], Figure]) -> None:
+    result = result_of()
+    assert "(void)" not in words(draw(result))
+    void = draw(replace(result, summary=replace(result.summary, void=("late",))))
+    assert "(void)" in words(void)
+    assert_whole(void)
 
 
 @pytest.mark.parametrize("draw", [plots.ecdf, plots.timeline])

@@ -208,7 +208,38 @@ def test_failures_are_in_the_tail_and_in_the_counts() -> None:
 def test_a_run_without_answers_is_void() -> None:
     assert "no measured request was answered" in summarise(run_of([]), CLOSED).void
     lost = record(0, outcome=Outcome.ERROR, error="x", first_token_s=None, token_times_s=())
-    assert "no measured request was answered" in summarise(run_of([lost]), CLOSED).void
+    assert "no measured request was answered: x 1" in summarise(run_of([lost]), CLOSED).void
+
+
+@pytest.mark.parametrize(
+    ("num_failed", "void", "noted"), [(3, False, False), (4, False, True), (200, False, True), (201, True, False)]
+)
+def test_failures_are_noted_first_and_void_a_run_when_most_requests_failed(
+    num_failed: int, void: bool, noted: bool
+) -> None:
+    lost = {"outcome": Outcome.ERROR, "error": "connection refused", "first_token_s": None, "token_times_s": ()}
+    records = list(random_run(400).records)
+    records[-num_failed:] = [replace(one, **lost) for one in records[-num_failed:]]
+    summary = summarise(run_of(records), CLOSED)
+    said = f"of the measured requests failed: connection refused {num_failed}"
+    assert any(said in reason for reason in summary.void) == void
+    assert (said in summary.notes[0]) == noted
+
+
+def test_timeouts_void_no_open_run_that_was_overloaded() -> None:
+    late = {"outcome": Outcome.TIMEOUT, "error": "no end after 1 s", "first_token_s": None, "token_times_s": ()}
+    run = run_of([record(i, intended_s=float(i), **(late if i % 3 else {})) for i in range(60)])
+    assert any("67% of the measured requests failed" in reason for reason in summarise(run, CLOSED).void)
+    overloaded = summarise(run, OpenLoad(rate=1, num_requests=60))
+    assert overloaded.void == ()
+    assert "67% of the measured requests failed: no end after 1 s 40" in overloaded.notes
+
+
+def test_one_question_that_the_cache_knew_voids_no_short_run() -> None:
+    for known, void in ((1, False), (2, False), (3, True)):
+        records = [record(i, num_cached_tokens=1084 if i < known else 1000) for i in range(12)]
+        reasons = summarise(run_of(records), CLOSED).void
+        assert any("--repetition N asks others" in reason for reason in reasons) == void
 
 
 def test_notes_on_short_and_bundled_answers() -> None:

@@ -219,6 +219,12 @@ def test_a_refused_key_is_not_repeated(serve: Any, monkeypatch: Any) -> None:
     assert (record.error, record.error_detail) == ("http 401", None)
 
 
+def test_a_key_that_is_missing_is_not_called_refused(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("TINY_KEY", raising=False)
+    record = only(ask(serve, script(b"HTTP/1.1 401 No\r\ncontent-length: 0\r\n\r\n"), api_key_env="TINY_KEY")[0])
+    assert (record.error, record.error_detail) == ("http 401", "it wants a key and $TINY_KEY is not set")
+
+
 @pytest.mark.parametrize("far", [0, 196])  # where the detail is cut short, the key must not be cut instead
 @pytest.mark.parametrize("in_stream", [False, True])
 def test_a_key_that_a_server_repeats_is_struck_out(serve: Any, monkeypatch: Any, far: int, in_stream: bool) -> None:
@@ -425,7 +431,7 @@ def test_an_endpoint_that_is_not_there_is_one_line() -> None:
     "url", ["127.0.0.1:8000", "inprocess", "ftp://host", "", "http://[::1", "http://h:99999", "http://:80"]
 )
 def test_what_is_no_url_is_one_line(url: str) -> None:
-    with pytest.raises(BadParameterError, match="neither in-process nor a URL"):
+    with pytest.raises(BadParameterError, match="neither serve nor in-process nor a URL"):
         OpenAITarget(url)
 
 

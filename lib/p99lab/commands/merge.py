@@ -28,7 +28,7 @@ def merge(
     from p99lab.commands.figures import figure_table
     from p99lab.probe import merge as merging
     from p99lab.probe import output as files
-    from p99lab.probe.tables import rows
+    from p99lab.probe import tables
 
     shape = files.Printed.parse({"format": output_format})
     result = merging.merge(folders, force)
@@ -39,7 +39,7 @@ def merge(
     elif shape.format == "csv":
         sys.stdout.write(files.figure_lines(result.metrics))
     else:
-        kind = "requests" if result.exact else "histograms"
-        figure_table(rows(result.metrics))
-        said = [f"merged: {len(folders)} runs, intervals by their {kind}", *(f"note: {note}" for note in result.notes)]
-        out.print(*map(escape, said), sep="\n")
+        for line in tables.void_lines(result.void):
+            out.print(escape(line), style="bold red")
+        figure_table(tables.rows(result.metrics, also_from_send=not result.is_closed))
+        out.print(*map(escape, tables.merged_remarks(result)), sep="\n")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from p99lab.probe.sweep import Sweep
 
 VOID_EXIT_CODE = 6
+INTERRUPTED_EXIT_CODE = 130
 
 Target = Annotated[
     str,
@@ -193,7 +194,7 @@ def _probe(options: ProbeOptions, output_format: str, folder: Folder | None) -> 
     from p99lab.probe import output as files
 
     shape = files.Printed.parse({"format": output_format})
-    with _progress() as on_progress:
+    with _interruptible(), _progress() as on_progress:
         result = command.probe(options, on_progress)
     also = files.write(result, folder) if folder is not None else []
     if shape.format == "json":
@@ -201,7 +202,7 @@ def _probe(options: ProbeOptions, output_format: str, folder: Folder | None) -> 
     elif shape.format == "csv":
         sys.stdout.write(files.to_csv(result))
     else:
-        _print_void(result.summary.void)
+        _print_lines(tables.void_lines(result.summary.void))
         figure_table(tables.probe_rows(result))
         _print_lines([*tables.remarks(result), *also])
     return bool(result.summary.void)
@@ -220,7 +221,8 @@ def _sweep(asked: Sweep, output_format: str, folder: Folder | None) -> bool:
         if folder is not None:
             files.write(result, folder.part(name))
 
-    with _progress() as on_progress:
+    kept = "nothing was kept" if folder is None else f"what was measured whole is in {folder.path}"
+    with _interruptible(kept), _progress() as on_progress:
         result = sweeping.sweep(asked, lambda line: typer.echo(line, err=True), keep, on_progress)
     also = files.write_sweep(result, folder) if folder is not None else []
     void = [reason for point in result.points for reason in point.result.summary.void]
@@ -254,14 +256,19 @@ def _folder(path: Path | None, overwrite: bool) -> Folder | None:
     return None if path is None else Folder(path, overwrite)
 
 
-def _print_void(reasons: tuple[str, ...]) -> None:
-    if reasons:
-        out.print(f"VOID: these figures must not be used: {escape(reasons[0])}", style="bold red")
-
-
 def _print_lines(lines: list[str]) -> None:
     for line in lines:
         out.print(escape(line), style="bold red" if line.startswith("VOID") else None)
+
+
+@contextmanager
+def _interruptible(kept: str = "nothing was kept") -> Iterator[None]:
+    """Ctrl-C is one line that says what is left of the run."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo(f"p99lab: interrupted: {kept}", err=True)
+        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
 
 
 @contextmanager

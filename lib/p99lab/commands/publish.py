@@ -28,8 +28,11 @@ def publish(
     if outputs is not None and not outputs.is_dir():
         raise BadParameterError(f"{outputs} is no directory of runs")
     where = outputs or project.outputs_dir()
-    published = publishing.publish(where, runs.find(where, run), allow_smoke)
+    found = runs.find(where, run)
+    published = publishing.publish(where, found, allow_smoke)
     index.write(where)
     out.print(f"{published.path} ({published.num_bytes / 1024:.0f} KiB)", markup=False)
     if published.left_out:
         out.print(f"left out: {', '.join(published.left_out)}", markup=False)
+    for remark in publishing.remarks(found):
+        out.print(f"note: {remark}", markup=False)

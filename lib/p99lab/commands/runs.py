@@ -54,6 +54,8 @@ def list_runs(
         out.print(
             runs.table(chosen), markup=False, no_wrap=True, crop=is_cut, overflow="ellipsis" if is_cut else "ignore"
         )
+        if any(run.revision.endswith("+") for run in chosen):
+            out.print("+ after the code: with changes that were not committed", markup=False)
     else:
         out.print(f"no such run in {_outputs(outputs)}", markup=False)
 
@@ -74,17 +76,21 @@ def compare(
         str, typer.Argument(metavar="A", help="A run, as for `show`, or a folder of `p99lab probe --output`.")
     ],
     b: Annotated[str, typer.Argument(metavar="B", help="What is compared with it.")],
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Verdicts even if tier, workload, load or hardware differ.")
+    ] = False,
     as_json: AsJson = False,
     outputs: Outputs = None,
 ) -> None:
     """For each metric whether B is better or worse than A, or that nobody can tell; first, what is not alike.
 
     The verdict is the 95 % interval of the ratio B/A (MOVER, from the two intervals): better or worse if it leaves 1
-    out. Exit code 2: they measure different things; 1: a run was changed after its end.
+    out. There is none where the two were asked different things. Exit code 2: they are of different kinds, or the
+    same; 1: a run was changed after its end.
     """
     from p99lab.lab import compare as comparing
 
-    found = comparing.compare(_outputs(outputs), a, b)
+    found = comparing.compare(_outputs(outputs), a, b, anyway)
     if as_json:
         out.print_json(data=found.as_record())
     else:

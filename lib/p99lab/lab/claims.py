@@ -50,6 +50,14 @@ class Side(StrictModel):
         low, high = figure.ci95
         return (self.above is None or low > self.above) and (self.below is None or high < self.below)
 
+    def found(self, figures: Mapping[str, Figure]) -> str:
+        """The threshold, and what the figure was."""
+        figure = figures.get(self.metric)
+        if figure is None or figure.value is None:
+            return str(self)
+        ci95 = f" [{figure.ci95[0]:.3g}, {figure.ci95[1]:.3g}]" if figure.ci95 else ""
+        return f"{self}: {figure.value:.3g}{ci95}"
+
     def __str__(self) -> str:
         side = f"above {self.above:g}" if self.above is not None else f"below {self.below:g}"
         return f"{self.metric} {side}"
@@ -274,11 +282,11 @@ def _judge_effect(
     effect = claim.test.effect
     if effect is not None and effect.holds(figures):
         settled = conditions_met and claim.test.kind in ("sign", "mechanism")
-        return Name.REPRODUCED if settled else Name.DIRECTION_ONLY, str(effect)
+        return Name.REPRODUCED if settled else Name.DIRECTION_ONLY, effect.found(figures)
     shown = figure if effect is None else figures.get(effect.metric)
     if shown is None or shown.ci95 is None:
         return None, f"no confidence interval (n = {shown.n if shown else 0})"
-    why = "no direction is stated" if effect is None else f"not shown: {effect}"
+    why = "no direction is stated" if effect is None else f"not shown: {effect.found(figures)}"
     may_deny = conditions_met and (effect is not None or _is_precise(figure))
     return Name.NOT_REPRODUCED if may_deny else None, why
 

@@ -4,14 +4,18 @@ The rule: the 95 % interval of the ratio B/A (`probe.ratios`). One that leaves 1
 and the metric's kind whether that is better. Where a bound that a side needs is missing, that side stays open; the
 other one may still settle it. What varies between two runs of the same thing is not in it.
 
+There is no verdict where the two were asked different things: another tier, workload or load, on other hardware. Code
+and all other parameters may differ, since they are what one compares, and so may the seed.
+
 Works on the base install.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -35,6 +39,10 @@ CHANCE = 0.05  # of the intervals leave 1 out where nothing differs
 NAMED = 4  # names that are listed before the rest is counted
 PROBE_FILE = "summary.json"
 _FROM_SEND = "_from_send"
+_WORKLOAD = re.compile(
+    r"model|random_tokens|num_documents|(document|question|answer)_tokens_\w+|concurrency|open_share"
+)
+_NOT_WORKLOAD = frozenset({"target", "endpoint", "api_key_env", "tokenizer", "seed", "repetition"})  # a probe's options
 _LOWER_IS_BETTER = ("s", "ms")
 _HIGHER_IS_BETTER = ("hit_rate", "cached_share", "goodput")
 
@@ -45,6 +53,7 @@ class Said(StrEnum):
     DIFFERS = "differs"  # and nothing says which way is better
     SAME = "same"  # counted, not sampled, and equal
     CANNOT_TELL = "cannot tell"
+    NOT_ALIKE = "not alike"  # the two were asked different things
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +92,8 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What is compared. `facts`: what should be alike; `metrics`: unit and estimate by name; `void`: what must not be
-    used, and why."""
+    """What is compared. `facts`: what should be alike; `asked`: what has to be, for a verdict; `metrics`: unit and
+    estimate by name; `void`: what must not be used, and why."""
 
     name: str
     kind: str  # a run of which notebook, or a probe
@@ -92,17 +101,20 @@ class Side:
     metrics: Mapping[str, tuple[str, Estimate]]
     prompts: Mapping[int, str] = field(default_factory=dict)  # digest by the request's index
     void: Sequence[str] = ()
+    asked: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`unlike`: what is not alike, a line each; `void`: what gives no verdict, and why."""
+    """`unlike`: what is not alike, a line each; `void`: what gives no verdict, and why; `asked_otherwise`: what they
+    were asked differently, for which nothing gives a verdict."""
 
     a: str
     b: str
     unlike: tuple[str, ...]
     void: tuple[str, ...]
     metrics: tuple[Metric, ...]
+    asked_otherwise: tuple[str, ...] = ()
 
     @property
     def num_compared(self) -> int:
@@ -119,26 +131,34 @@ class Comparison:
         return {**asdict(self), **counts}
 
 
-def compare(outputs: Path, a: str, b: str) -> Comparison:
+def compare(outputs: Path, a: str, b: str, anyway: bool = False) -> Comparison:
     """Compare two runs (ids, their beginnings, folders), or two folders that `p99lab probe --output` wrote.
 
+    Args:
+        anyway: give verdicts even where the two were asked different things.
+
     Raises:
-        BadParameterError: one of them is not there, or they measure different things.
+        BadParameterError: one of them is not there, both are the same, or they measure different things.
         P99labError: a run has not ended, or was changed after its end.
     """
     first, second = side(outputs, a), side(outputs, b)
     if first.kind != second.kind:
         raise BadParameterError(f"nothing to compare: {a} is {first.kind}, {b} is {second.kind}")
-    return contrast(first, second)
+    if first.name == second.name or Path(a).resolve() == Path(b).resolve():
+        raise BadParameterError(f"nothing to compare: {a} and {b} are one and the same")
+    return contrast(first, second, anyway)
 
 
-def contrast(a: Side, b: Side) -> Comparison:
+def contrast(a: Side, b: Side, anyway: bool = False) -> Comparison:
     """The comparison of two sides of one kind."""
+    otherwise = () if anyway else tuple(_differing(a.asked, b.asked))
     names = [name for name in a.metrics if name in b.metrics]
-    metrics = (_metric(name, a.metrics[name], b.metrics[name]) for name in names)
+    metrics: Iterable[Metric] = (_metric(name, a.metrics[name], b.metrics[name]) for name in names)
+    if otherwise:
+        metrics = (replace(one, low=None, high=None, said=Said.NOT_ALIKE, why="") for one in metrics)
     known = [metric for metric in metrics if metric.a.value is not None or metric.b.value is not None]
     void = tuple(f"{which}: {reason}" for which, one in (("A", a), ("B", b)) for reason in one.void)
-    return Comparison(a.name, b.name, tuple(_unlike(a, b)), void, tuple(_once(known)))
+    return Comparison(a.name, b.name, tuple(_unlike(a, b)), void, tuple(_once(known)), otherwise)
 
 
 def better_when(name: str, unit: str) -> str | None:
@@ -203,11 +223,15 @@ def _unlike(a: Side, b: Side) -> Iterator[str]:
 
 
 def _unlike_names(fact: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    differing = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+    differing = _differing(a, b)
     if differing and fact == "modules":  # their digests say nothing to a reader
         yield f"code: {_listed(differing)}"
     elif differing:
         yield f"{fact}: {_listed([f'{name} {shown(a.get(name))} → {shown(b.get(name))}' for name in differing])}"
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    return [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -243,7 +267,10 @@ def _of_run(run: runs.Run) -> Side:
     if changed:
         raise P99labError(f"no verdict: run {run.id} was changed after its end ({', '.join(changed)})")
     metrics = {**_percentiles(run), **_figures(run)}
-    return Side(run.id, f"a run of {run.notebook}", _facts(run), metrics, _prompts(run), inspection.void(run))
+    facts = _facts(run)
+    workload = {name: value for name, value in facts["parameters"].items() if _WORKLOAD.fullmatch(name)}
+    asked = {"tier": run.tier, "hardware": run.hardware, **workload}
+    return Side(run.id, f"a run of {run.notebook}", facts, metrics, _prompts(run), inspection.void(run), asked)
 
 
 def _facts(run: runs.Run) -> dict[str, Any]:
@@ -305,7 +332,8 @@ def _of_probe(folder: Path, name: str) -> Side:
         metrics[rate] = (unit, Estimate(summary.get(rate), is_void=void))
     metrics["cached_share"] = ("", Estimate(summary["hit_rates"]["cached_share"], is_void=void))
     facts = {**summary["target"], "workload digest": summary["workload_digest"], "options": summary["options"]}
-    return Side(name, "a probe", facts, metrics, void=summary["void"])
+    asked = {option: value for option, value in summary["options"].items() if option not in _NOT_WORKLOAD}
+    return Side(name, "a probe", facts, metrics, void=summary["void"], asked=asked)
 
 
 def _title(column: str) -> str:
@@ -325,6 +353,9 @@ def _preface(comparison: Comparison) -> Iterator[str]:
     yield f"B  {comparison.b}"
     yield from (f"not alike  {line}" for line in comparison.unlike or ("nothing that was recorded",))
     yield from (f"void       {line}" for line in comparison.void)
+    if comparison.asked_otherwise:
+        names = ", ".join(comparison.asked_otherwise)
+        yield f"no verdict they were asked different things ({names}); --anyway compares them all the same"
 
 
 def _table(comparison: Comparison) -> Table:
@@ -368,6 +399,8 @@ def _remarks(comparison: Comparison) -> Iterator[str]:
     alone = len(comparison.metrics) - len(both)
     rest = f"; {alone} more have a figure in one of the two alone" if alone else ""
     yield f"{len(both)} metrics: " + ", ".join(f"{counts[said]} {said}" for said in Said if counts[said]) + rest
+    if comparison.asked_otherwise:
+        return
     yield (
         f"{comparison.num_compared} of them have intervals: if nothing differed, about {comparison.num_by_chance:.1f} "
         "would be told apart by chance"

@@ -54,7 +54,7 @@ def decisions(outputs: Path, measures: Iterable[str] = ()) -> list[Decision]:
     """
     present = Present()
     latest: dict[tuple[str, ...], Decision] = {}
-    for found in completed(outputs):
+    for found in completed(outputs, present):
         for decision in _of_run(found, present) if found.withdrawn is None else ():
             effect = decision.effect
             assert effect is not None

@@ -279,5 +279,8 @@ def page(findings: Sequence[Finding]) -> Table:
 
 def _count(findings: Iterable[Finding]) -> str:
     findings = list(findings)
-    missing, hinders = (sum(test) for test in zip(*((not one.is_ok, one.hinders) for one in findings), strict=True))
-    return f"{len(findings) - missing} ok, {missing} missing; {hinders} of them would prevent or spoil a run here"
+    missing = sum(not one.is_ok for one in findings)
+    names = [one.name for one in findings if one.hinders]
+    named = f": {escape(', '.join(names))}" if names else ""
+    hindering = f"{len(names)} of them would prevent or spoil a run here{named}"
+    return f"{len(findings) - missing} ok, {missing} missing; {hindering}"

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 from p99lab.lab.effects import Effect
 from p99lab.lab.headline import ARMS, BASELINE, FULL, Arm, Cell, Headline, LoadKind
-from p99lab.lab.headline_tables import ratio
+from p99lab.lab.headline_tables import figure_of, ratio
+from p99lab.probe.stats import e2e
 
-PERCENTILES = ("p50", "p99")
+FIGURES = {"p50": "E2E P50", "p99": "E2E P99", "std": "E2E jitter"}
+CONFIDENCE = 0.025  # one-sided, of the bound for a handful of requests
 
 
 def measure(arm: Arm) -> str:
@@ -24,8 +28,8 @@ def measures() -> list[str]:
 
 
 def effects(headline: Headline) -> list[Effect]:
-    """Each arm against the one before it and the full set against `stock`, per load, for E2E P50 and P99 as far as n
-    allows; none of a void arm."""
+    """Each arm against the one before it and the full set against `stock`, per load: E2E P50, P99 and standard
+    deviation as far as n allows; none of a void arm."""
     loads: tuple[LoadKind, ...] = ("closed", "open")
     return [effect for load in loads for pair in _pairs(headline, load) for effect in _of_pair(headline, load, *pair)]
 
@@ -41,21 +45,36 @@ def _pairs(headline: Headline, load: LoadKind) -> list[tuple[Cell, Cell]]:
 def _of_pair(headline: Headline, load: LoadKind, before: Cell, after: Cell) -> Iterator[Effect]:
     if before.void or after.void:
         return
-    for name in PERCENTILES:
-        figures = [cell.metrics["e2e"].percentiles[name] for cell in (before, after)]
-        if (quotient := ratio(*figures)) is None:
+    metrics = [cell.metrics["e2e"] for cell in (before, after)]
+    found = {said: ratio(*(figure_of(metric, name) for metric in metrics)) for name, said in FIGURES.items()}
+    if found["E2E P50"] is None:
+        found = {"E2E, every request": _apart(*([e2e(record) for record in cell.used] for cell in (before, after)))}
+    for said, quotient in found.items():
+        if quotient is None:
             continue
         yield Effect(
             measure=" + ".join(_between(before.arm, after.arm)),
             against=measure(before.arm) if before.arm.prefix_cache else before.arm.name,
             load=_load(headline, load),
-            metric=f"E2E {name.upper()}",
+            metric=said,
             ratio=quotient[0],
             ci_low=quotient[1],
             ci_high=quotient[2],
-            n=min(figure.n for figure in figures),
+            n=min(metric.n for metric in metrics),
             conditions=_conditions(headline, (before, after)),
         )
+
+
+def _apart(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None, float | None] | None:
+    """Of a handful of requests before: the ratio of the medians, and a lower bound of the scale where it can be had.
+
+    If `before` were at most r times `after`, all n requests before would be longer than r times all m after in one of
+    C(n + m, n) orders at most (the rank test); where that is rare enough, the least ratio of any two is a bound.
+    """
+    if not before or not after or not math.isfinite(max(*before, *after)):
+        return None
+    is_rare = 1 / math.comb(len(before) + len(after), len(before)) <= CONFIDENCE
+    return statistics.median(before) / statistics.median(after), min(before) / max(after) if is_rare else None, None
 
 
 def _between(before: Arm, after: Arm) -> list[str]:

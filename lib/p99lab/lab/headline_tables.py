@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from p99lab.lab.headline import Block, Cell, Headline, LoadKind
+from p99lab.lab.headline import BASELINE, FULL, Block, Cell, Headline, LoadKind
 from p99lab.lab.results import shown
 from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
@@ -123,7 +123,7 @@ def _summary_row(cell: Cell, slo_s: float) -> dict[str, Any]:
 
 
 def _ratio_row(before: Cell, after: Cell, name: str) -> dict[str, Any]:
-    quotient = ratio(*(_figure_of(cell.metrics["e2e"], name) for cell in (before, after)))
+    quotient = ratio(*(figure_of(cell.metrics["e2e"], name) for cell in (before, after)))
     if quotient is None:
         return {}
     times, low, high = quotient
@@ -139,7 +139,7 @@ def _ratio_row(before: Cell, after: Cell, name: str) -> dict[str, Any]:
     }
 
 
-def _figure_of(latency: Distribution, name: str) -> Figure:
+def figure_of(latency: Distribution, name: str) -> Figure:
     return latency.std if name == "std" else latency.percentiles[name]
 
 
@@ -182,6 +182,9 @@ def _remarks(cell: Cell, latency: Distribution, slo_s: float) -> Iterable[str]:
     yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
     if cell.load == "open" and not cell.void:
         yield f"P99 within the SLO of {slo_s:g} s: {_meets(slo_s, latency.percentiles['p99'])}"
+    p99 = latency.percentiles["p99"]
+    if cell.load == "closed" and cell.arm.name in (BASELINE, FULL) and p99.value is None and p99.reason:
+        yield f"no P99: {p99.reason}; it ends with its share of max_measuring_s"
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
     if latency.effective_n < latency.n:

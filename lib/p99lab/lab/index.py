@@ -30,6 +30,7 @@ PAGE = "index.html"
 NEWEST = 8  # runs of a notebook that are not folded away
 KEY_FIGURES = 6
 _TEMPLATES = Path(__file__).parent / "templates"
+_SMOKE = '<p class="soft">a smoke run: it shows that the notebook works, its figures are no results</p>'
 _OPEN = ("running", "by hand", "no record")
 
 
@@ -102,9 +103,11 @@ def _question(notebook: str) -> str:
 
 
 def _item(outputs: Path, run: Run, claims: Sequence[Claim]) -> str:
-    figures = _figures(run)
+    is_smoke = run.tier == "smoke"
+    figures = {} if is_smoke else _figures(run)
     kind = "good" if run.status == "completed" else "open" if run.status in _OPEN else "bad"
-    parts = (_heading(outputs, run), _reason(run), _facts(run, figures), _chips(run, figures, claims))
+    facts = _SMOKE if is_smoke else _facts(run, figures)
+    parts = (_heading(outputs, run), _reason(run), facts, _chips(run, figures, claims))
     return f'<li class="{kind}">{"".join(parts)}</li>\n'
 
 

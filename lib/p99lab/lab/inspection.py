@@ -5,7 +5,7 @@ Works on the base install.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from p99lab import project
 from p99lab.errors import P99labError
+from p99lab.lab import resume, units
 from p99lab.lab.claims import Claim, Verdict, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import FIGURES, Figure, read_figures
 from p99lab.lab.results import shown
@@ -49,6 +51,7 @@ class Judged:
 class Inspection:
     """A run and what its files say. `changes` since it was sealed, None where it never was; `problems`: unreadable.
 
+    `units`: the finished ones of a run that has not completed, and `damaged`; `resume`: how it is taken up, or why not.
     `withdrawn`: what takes the verdicts away in the ledger too, None where nothing does (see the function so named).
     """
 
@@ -60,6 +63,9 @@ class Inspection:
     problems: tuple[str, ...]
     report: Path | None
     withdrawn: str | None
+    units: tuple[str, ...] = ()
+    damaged: tuple[str, ...] = ()
+    resume: str = ""
 
     @property
     def cells(self) -> list[Mapping[str, Any]]:
@@ -79,6 +85,9 @@ class Inspection:
             "void": list(self.void),
             "problems": list(self.problems),
             "report": None if self.report is None else str(self.report),
+            "units": list(self.units),
+            "damaged": list(self.damaged),
+            "resume": self.resume,
         }
 
 
@@ -88,6 +97,7 @@ def inspect(run: Run) -> Inspection:
     figures = _read_or_note(problems, FIGURES, lambda: read_figures(run.path / FIGURES)) or {}
     reasons = _read_or_note(problems, SUMMARY, lambda: void(run)) or ()
     report = run.path / REPORT
+    whole, damaged = _read_or_note(problems, units.FOLDER, lambda: _units(run)) or ((), ())
     return Inspection(
         run=run,
         changes=changes(run),
@@ -97,7 +107,33 @@ def inspect(run: Run) -> Inspection:
         problems=tuple(problems),
         report=report if report.is_file() else None,
         withdrawn=withdrawn(run),
+        units=whole,
+        damaged=damaged,
+        resume=_how_to_resume(run, has_units=bool(whole)),
     )
+
+
+def _units(run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The finished units of a run that has not completed, and those that are damaged."""
+    if not run.record or run.status in ("completed", "unreadable"):
+        return (), ()
+    try:
+        whole, damaged = units.finished(RunFolder(run.path))
+    except P99labError as error:
+        raise ValueError(str(error)) from None
+    return tuple(unit.manifest.name for unit in whole), tuple(damaged)
+
+
+def _how_to_resume(run: Run, has_units: bool) -> str:
+    """A line for a run that ended early and has something to save; empty for others."""
+    if run.status in ("running", "completed") or not (has_units or run.status in ("pre-empted", "cut off")):
+        return ""
+    folder = RunFolder(run.path)
+    try:
+        resume.prepare(folder)
+    except P99labError as error:
+        return str(error)
+    return f"resume with: {resume.command(folder, project.outputs_dir())}"
 
 
 def changes(run: Run) -> tuple[str, ...] | None:
@@ -214,13 +250,17 @@ def _tables(found: Inspection) -> Iterator[RenderableType]:
     if found.cells:
         keys = ("number", "id", "status")
         rows = [(*map(cell.get, keys), _cell_time(cell), cell.get("heading")) for cell in found.cells]
-        yield _table(("cell", "id", "status", "took", "part"), rows, fold=False)
+        yield _table(("cell", "id", "status", "took", "part"), rows, folded={"part"})
     if found.figures:
-        yield _table(("figure", "value", "95 % CI", "n"), [_figure_row(figure) for figure in found.figures])
+        yield _table(
+            ("figure", "value", "95 % CI", "n"),
+            [_figure_row(figure) for figure in found.figures],
+            folded={"figure", "95 % CI"},
+        )
     if found.verdicts:
         taken_away = "withdrawn: files were changed" if found.changes else None
         rows = [(judged.claim, taken_away or judged.verdict or "no verdict", judged.why) for judged in found.verdicts]
-        yield _table(("claim", "verdict", "why"), rows)
+        yield _table(("claim", "verdict", "why"), rows, folded={"why"})
 
 
 def _cell_time(cell: Mapping[str, Any]) -> str:
@@ -235,13 +275,26 @@ def _figure_row(figure: Figure) -> tuple[Any, ...]:
     return figure.metric, f"{shown(figure.value)} {figure.unit}", bounds, "" if figure.n is None else figure.n
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], fold: bool = True) -> Table:
+def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], folded: Set[str]) -> Table:
+    """Nothing is cut: on a narrow terminal `folded` columns give way, the others only where that is not enough."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     for name in header:
-        table.add_column(name, overflow="fold" if fold else "ellipsis", no_wrap=not fold)
+        table.add_column(name, overflow="fold", no_wrap=name not in folded)
     for row in rows:
         table.add_row(*(escape("" if value is None else str(value)) for value in row))
     return table
+
+
+def _unfinished(found: Inspection) -> Iterator[str]:
+    """Which parts of a run that has not completed are done, and how it is taken up."""
+    if found.units:
+        yield f"{len(found.units)} units done: {', '.join(found.units)}"
+    elif found.run.status in ("running", "pre-empted", "cut off"):
+        yield "no unit is done"
+    if found.damaged:
+        yield f"damaged, to be measured again: {', '.join(found.damaged)}"
+    if found.resume:
+        yield found.resume
 
 
 def _feet(found: Inspection) -> Iterator[RenderableType]:
@@ -249,5 +302,6 @@ def _feet(found: Inspection) -> Iterator[RenderableType]:
         yield Text("a smoke run shows that the notebook works: its verdicts do not count in the ledger")
     elif found.run.is_counted and found.verdicts and found.changes and found.withdrawn is None:
         yield Text("the ledger still counts this run: what has changed is nothing that its verdicts follow from")
+    yield from (Text(line) for line in _unfinished(found))
     yield from (Text(f"void: {reason}") for reason in found.void)
     yield from (Text(f"problem: {problem}") for problem in found.problems)

@@ -16,7 +16,7 @@ from p99lab.lab import inspection, runs
 from p99lab.lab.claims import Claim, answer, load_claims, verdict
 from p99lab.lab.figures import FIGURES, Figure, read_figures
 from p99lab.lab.runs import Run
-from p99lab.lab.staleness import Present, changes, is_stale, rule_changed
+from p99lab.lab.staleness import Present, changes, is_by_hand, is_stale, rule_changed
 
 WITHDRAWN = " · withdrawn: "
 SHORT = 56  # characters of a statement that the table shows
@@ -91,11 +91,13 @@ class Completed:
 def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
     """One row per claim and hardware: the latest completed run that speaks to the claim decides.
 
+    A run of a tier as it stands goes before any whose parameters were given by hand, which answers another question.
     Smoke runs do not count (they show that a notebook works), nor runs that ended otherwise than completed. Where files
     of the deciding run were changed after its end, the verdict is withdrawn; where the code, the parameters, the
     machine or the claim's rule is another by now, the row says so.
     """
-    found, present = completed(outputs), Present()
+    present = Present()
+    found = completed(outputs, present)
     rows: list[Row] = []
     for claim in load_claims() if claims is None else claims:
         latest: dict[str, Completed] = {}
@@ -108,10 +110,13 @@ def ledger(outputs: Path, claims: Iterable[Claim] | None = None) -> list[Row]:
     return rows
 
 
-def completed(outputs: Path) -> list[Completed]:
-    """The runs that count, latest first; a published copy only where the run itself is not here."""
+def completed(outputs: Path, present: Present) -> list[Completed]:
+    """The runs that count: those of a tier as it stands, latest first, then those with parameters given by hand; a
+    published copy only where the run itself is not here."""
     counted = [run for run in runs.catalogue(outputs) if run.is_counted]
-    return [Completed(run) for run in sorted(counted, key=lambda run: run.started, reverse=True)]
+    latest_first = sorted(counted, key=lambda run: run.started, reverse=True)
+    ordered = sorted(latest_first, key=lambda run: is_by_hand(run.path, run.record, present))
+    return [Completed(run) for run in ordered]
 
 
 def _row(claim: Claim) -> Row:
@@ -158,7 +163,10 @@ def table(rows: Iterable[Row], every: bool = True) -> Table:
         if row.evidence is None and not every:
             continue
         claim = f"{row.id}\n{_short(row.says)}" if row.says != said else row.id
-        shown.add_row(claim, *_cells(row), style=None if row.evidence else "dim")
+        decided = (row.why or "").partition("; ")[0]
+        shown.add_row(
+            f"{claim}\n→ {decided}" if decided else claim, *_cells(row), style=None if row.evidence else "dim"
+        )
         said = row.says
     return shown
 
@@ -181,10 +189,14 @@ def _legend(rows: Iterable[Row]) -> str:
     counts = Counter(row.state for row in rows)
     machines = {row.run: row.hardware for row in rows if row.run}
     stale = {row.run: "; ".join(row.stale) for row in rows if row.run and row.is_stale}
+    withdrawn = {row.run: row.evidence.partition(WITHDRAWN)[2] for row in rows if row.evidence and not row.why}
+    no_run = [] if machines else ["no completed run speaks to a claim (smoke runs do not count); --all lists them"]
     return "\n".join(
         (
             " · ".join(f"{count} {state}" for state, count in counts.most_common()),
             *(f"{run}  {hardware}" for run, hardware in machines.items()),
             *(f"stale, {run}: {why}" for run, why in stale.items()),
+            *(f"withdrawn, {run}: {why}" for run, why in withdrawn.items() if why),
+            *no_run,
         )
     )

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+RESULTS = "outputs"  # of a checkout: what was measured, no code
+
 
 def environment() -> dict[str, Any]:
     """Python and every installed package with its version."""
@@ -41,13 +43,14 @@ class GitState:
 def git_state(root: Path) -> GitState:
     """The state of the checkout at `root`; revision None where there is no git, no commit, or no repository there.
 
+    New files below `outputs/` are none of the code's: a run that was published leaves it clean.
     A repository that merely encloses `root` is a stranger's: an installed package may lie inside one.
     """
     top = _git(root, "rev-parse", "--show-toplevel")
     revision = _git(root, "rev-parse", "HEAD")
     if top is None or revision is None or Path(top.removesuffix("\n")).resolve() != root.resolve():
         return GitState(None)
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard") or ""
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "--", ".", f":(exclude){RESULTS}") or ""
     patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""
     return GitState(revision.strip(), tuple(untracked.splitlines()), patch)
 

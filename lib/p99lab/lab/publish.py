@@ -19,7 +19,7 @@ from pathlib import Path
 
 from p99lab import project
 from p99lab.errors import P99labError
-from p99lab.lab import inspection, secrets
+from p99lab.lab import inspection, secrets, staleness
 from p99lab.lab.run_folder import CHECKSUMS, RunFolder, is_plain_name
 from p99lab.lab.runs import PUBLISHED, Run
 
@@ -76,6 +76,14 @@ def publish(outputs: Path, run: Run, allow_smoke: bool = False, budget_bytes: in
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return Published(target, num_bytes, tuple(left_out))
+
+
+def remarks(run: Run) -> Iterator[str]:
+    """What a reader of the published run should know and what is no reason to refuse it: void arms, and staleness."""
+    yield from (f"void: {reason}" for reason in inspection.void(run))
+    clauses = staleness.changes(run.path, run.record, staleness.Present())
+    if staleness.is_stale(clauses):
+        yield f"stale: {'; '.join(clauses)}"
 
 
 def private(folder: Path) -> Iterator[str]:

@@ -19,6 +19,7 @@ _TEMPLATES = Path(__file__).parent / "templates"
 def render(folder: RunFolder) -> str:
     """The page of a run whose notebook and records are written: header, parameters, then the notebook, code folded."""
     notebook = nbformat.read(folder.path / "notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    _leave_out_defaults(notebook)
     title, body = _split_title(notebook, folder.read_json("run.json")["notebook"])
     page = {"title": title, "styles": _styles(), **_header(folder)}
     html, _ = _exporter().from_notebook_node(body, resources={"page": page})
@@ -33,6 +34,13 @@ def _header(folder: RunFolder) -> dict[str, Any]:
         "untracked": folder.read_json("git.json")["untracked"],
         "has_patch": (folder.path / "patch.diff").exists(),
     }
+
+
+def _leave_out_defaults(notebook: nbformat.NotebookNode) -> None:
+    """Of the two cells that set parameters, the injected one says what ran."""
+    tags = [cell.metadata.get("tags", []) for cell in notebook.cells]
+    if any("injected-parameters" in own for own in tags):
+        notebook.cells = [cell for cell, own in zip(notebook.cells, tags, strict=True) if "parameters" not in own]
 
 
 def _split_title(notebook: nbformat.NotebookNode, fallback: str) -> tuple[str, nbformat.NotebookNode]:

@@ -18,6 +18,7 @@ import orjson
 
 from p99lab.errors import BadParameterError, did_you_mean
 from p99lab.lab import alive
+from p99lab.lab.parameters import CONTRACTS
 from p99lab.lab.run_folder import CHECKSUMS
 
 if TYPE_CHECKING:
@@ -120,12 +121,19 @@ def choose(
     runs: Iterable[Run], notebook: str | None = None, status: str | None = None, last: int | None = None
 ) -> list[Run]:
     """Those of a notebook (its number, its slug, or the beginning of either) and of a status, at most the first
-    `last`."""
+    `last`.
+
+    Raises:
+        BadParameterError: no notebook goes by that name, neither a run's nor one of today.
+    """
+    runs = list(runs)
+    known = sorted({*CONTRACTS, *(run.notebook for run in runs)})
+    if notebook is not None and not any(_is_named(name, notebook) for name in known):
+        raise BadParameterError(f"no notebook '{notebook}'; known are {', '.join(known)}")
     chosen = [
         run
         for run in runs
-        if (notebook is None or run.notebook.startswith(notebook) or _slug(run.notebook).startswith(notebook))
-        and (status is None or run.status == status)
+        if (notebook is None or _is_named(run.notebook, notebook)) and (status is None or run.status == status)
     ]
     return chosen if last is None else chosen[:last]
 
@@ -177,10 +185,23 @@ def query(outputs: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
 
     try:
         with connect(catalogue(outputs)) as connection:
-            result = connection.sql(sql)
+            try:
+                result = connection.sql(sql)
+            except duckdb.BinderException as error:
+                raise BadParameterError(f"{_first_line(error)}{_columns(connection, sql)}") from None
             return ([], []) if result is None else (list(result.columns), result.fetchall())
     except duckdb.Error as error:
-        raise BadParameterError(str(error).strip().splitlines()[0]) from None
+        raise BadParameterError(_first_line(error)) from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _columns(connection: duckdb.DuckDBPyConnection, sql: str) -> str:
+    """The columns of each view that a query names: `; figures has run, metric, …`."""
+    named = [view for view in ("runs", *VIEWS) if re.search(rf"\b{view}\b", sql, re.IGNORECASE)]
+    return "".join(f"; {view} has {', '.join(connection.view(view).columns)}" for view in named)
 
 
 def table(runs: Sequence[Run]) -> str:
@@ -288,5 +309,5 @@ def _known_columns(view: str) -> pa.Schema:
     return pa.schema([("run", pa.string()), *columns[view]])
 
 
-def _slug(notebook: str) -> str:
-    return notebook.lstrip("0123456789_")
+def _is_named(notebook: str, beginning: str) -> bool:
+    return notebook.startswith(beginning) or notebook.lstrip("0123456789_").startswith(beginning)

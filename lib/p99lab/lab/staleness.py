@@ -21,7 +21,8 @@ from p99lab.lab.parameters import find, load, plain, tier_digest
 from p99lab.observe import hardware
 
 NAMED = 3  # modules or parameters that are named one by one
-REMARKS = ("hardware: ", "by hand: ")  # how clauses begin that are no reason to run again
+BY_HAND = "by hand: "
+REMARKS = ("hardware: ", BY_HAND)  # how clauses begin that are no reason to run again
 
 
 class Present:
@@ -41,6 +42,11 @@ def changes(folder: Path, record: Mapping[str, Any], present: Present) -> list[s
 def is_stale(clauses: Iterable[str]) -> bool:
     """Whether the run would be another one if it were made again, as it was made, on its own machine."""
     return any(not clause.startswith(REMARKS) for clause in clauses)
+
+
+def is_by_hand(folder: Path, record: Mapping[str, Any], present: Present) -> bool:
+    """Whether parameters were given that are not its tier's: such a run answers a question of its own."""
+    return any(clause.startswith(BY_HAND) for clause in _other_changes(folder, record, present))
 
 
 def rule_changed(claim: Claim, record: Mapping[str, Any]) -> str | None:
@@ -66,7 +72,7 @@ def _other_changes(folder: Path, record: Mapping[str, Any], present: Present) ->
     then = _read(folder / "parameters.yaml")
     if then is not None and now is not None and (differing := _differing(then, now)):
         by_hand = record.get("tier_digest") == tier_digest(str(record.get("notebook")), str(record.get("tier")))
-        yield f"{'by hand' if by_hand else 'parameters'}: {_named(differing)}"
+        yield f"{BY_HAND if by_hand else 'parameters: '}{_named(differing)}"
     if record.get("hardware") != present.hardware:
         yield "hardware: measured on another machine"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from p99lab.probe.histograms import merged, read_log, to_log, values_of
 from p99lab.probe.intervals import Figure, FloatArray, percentile
 from p99lab.probe.output import HISTOGRAMS, REQUESTS, SUMMARY, Folder, figure_lines, to_json
 from p99lab.probe.records import read_parquet
-from p99lab.probe.stats import QUANTILES, Distribution, measured, metric_values
+from p99lab.probe.stats import QUANTILES, Distribution, correlation_note, measured, metric_values
 
 _MAY_DIFFER = {"repetition", "api_key_env", "requests", "duration_s", "warmup_share"}
 
@@ -41,6 +42,7 @@ class Part:
             window = summary["steady_window"]
             used = slice(window["first"], window["last"] + 1)
             _ = summary["workload_digest"], summary["options"], summary["began_unix_s"], summary["void"]
+            _ = summary["target"]["name"], summary["counts"]
         except (OSError, orjson.JSONDecodeError, KeyError, TypeError):
             raise BadParameterError(f"{path} holds no result of a probe (no readable {SUMMARY})") from None
         requests = path / REQUESTS
@@ -69,11 +71,37 @@ class Merged:
     def began_unix_s(self) -> float:
         return min(float(part.summary["began_unix_s"]) for part in self.parts)
 
+    @property
+    def target(self) -> dict[str, str]:
+        """Name, transport and clients, of the first run."""
+        target: dict[str, str] = self.parts[0].summary["target"]
+        return target
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Requests of all runs by phase and outcome."""
+        total: Counter[str] = Counter()
+        for part in self.parts:
+            total.update(part.summary["counts"])
+        return dict(total)
+
+    @property
+    def void(self) -> tuple[str, ...]:
+        """Reasons of the runs that are void; none unless the merge was forced."""
+        return tuple(f"{part.path}: {reason}" for part in self.parts for reason in part.summary["void"])
+
+    @property
+    def is_closed(self) -> bool:
+        """No run has arrivals of its own: figures from send are the same."""
+        return all(part.summary["options"]["load"] == "closed" for part in self.parts)
+
     def as_dict(self) -> dict[str, Any]:
         first = self.parts[0].summary
         return {
+            "void": list(self.void),
             "notes": list(self.notes),
-            "target": first["target"],
+            "target": self.target,
+            "counts": self.counts,
             **{name: metric.as_dict() for name, metric in self.metrics.items()},
             "exact": self.exact,
             "merged": [str(part.path) for part in self.parts],
@@ -90,7 +118,8 @@ def merge(folders: Sequence[Path], force: bool = False) -> Merged:
             conditions or void ones.
     """
     parts = tuple(Part.read(path) for path in folders)
-    problems = list(_problems(parts))
+    differences = _differences(parts)
+    problems = [*differences, *(f"{p.path} is void: {p.summary['void'][0]}" for p in parts if p.summary["void"])]
     if problems and not force:
         raise BadParameterError(f"{problems[0]} (--force merges all the same)")
     names = [name for name in parts[0].histograms if all(name in part.histograms for part in parts)]
@@ -99,8 +128,9 @@ def merge(folders: Sequence[Path], force: bool = False) -> Merged:
     metrics = {name: _exact(parts, name) if exact else _from_histogram(parts, name, histograms[name]) for name in names}
     unsteady = [part for part in parts if part.summary["steady_window"]["verdict"] == "drifting"]
     notes = [
-        *problems,
+        *differences,
         *(f"{part.path}: no steady window, its latency or load was drifting" for part in unsteady),
+        *(correlation_note(metrics["e2e"]) if "e2e" in metrics else ()),
         *([] if exact else [f"{REQUESTS} is missing: intervals are of the histograms, to three digits"]),
     ]
     return Merged(parts, histograms, metrics, exact, tuple(notes))
@@ -114,17 +144,17 @@ def write(result: Merged, folder: Folder) -> None:
     folder.write(HISTOGRAMS, to_log(result.histograms, result.began_unix_s, last - result.began_unix_s))
 
 
-def _problems(parts: Sequence[Part]) -> list[str]:
+def _differences(parts: Sequence[Part]) -> list[str]:
     if len(parts) < 2:
         raise BadParameterError("a merge takes two folders or more")
     if len({part.path.resolve() for part in parts}) < len(parts):
         raise BadParameterError("a folder is named twice: a run must not count twice")
-    problems, first = [], parts[0]
+    differences, first = [], parts[0]
     for part in parts[1:]:
         differ = [name for name, value in first.conditions.items() if part.conditions.get(name) != value]
         if differ:
-            problems.append(f"{part.path} differs from {first.path} in {', '.join(differ)}")
-    return problems + [f"{part.path} is void: {part.summary['void'][0]}" for part in parts if part.summary["void"]]
+            differences.append(f"{part.path} differs from {first.path} in {', '.join(differ)}")
+    return differences
 
 
 def _exact(parts: Sequence[Part], name: str) -> Distribution:

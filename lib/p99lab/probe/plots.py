@@ -67,6 +67,7 @@ def ecdf(result: ProbeResult) -> Figure:
             axes.plot([], [], "|-", color=GREY, lw=2.5, ms=9, label=f"95 % CI of {label(QUANTILES[at])}")
         _share_axis(axes, len(result.used))
         scale_latency(axes, scale * np.concatenate(list(series.values())), f"latency ({unit})")
+        _title(axes, result)
         legend_above(figure, axes, columns=2)
     return figure
 
@@ -90,24 +91,27 @@ def timeline(result: ProbeResult) -> Figure:
         _failures(upper, result.run.records)
         upper.set(ylabel=f"latency ({unit})", ylim=(0, None))
         _in_flight(lower, result.run.records)
-        lower.set(
-            xlabel=f"start of the request, since the run began (s); {_shade(result, (upper, lower))}", xlim=(0, None)
-        )
+        said = f"start of the request, since the run began (s)\n{_shade(result, (upper, lower))}"
+        lower.set(xlabel=said, xlim=(0, None))
+        _title(upper, result)
         legend_above(figure, upper, columns=4)
     return figure
 
 
 def rate_curve(result: SweepResult) -> Figure:
-    """Latency against the offered rate: the SLO's quantile with its interval, the median, the SLO, and saturation."""
+    """Latency against the offered rate: the SLO's quantile with its interval, the median, the SLO, and saturation.
+
+    A rate with too few requests for the quantile still has its median.
+    """
     points = [point for point in result.points if point.figure.value is not None]
     sound = [point for point in points if point.verdict != "void"]
     limit = [] if result.slo is None else [result.slo.limit_s]
-    every = [value or math.nan for p in points for value in (p.median, p.figure.value, p.figure.high)] + limit
+    every = [value or math.nan for p in result.points for value in (p.median, p.figure.value, p.figure.high)] + limit
     unit, scale = _unit(every)
     room = [2.0 * (p.figure.value or math.nan) for p in points if p.figure.high is None]  # for the arrows
     with single(height=3.9) as (figure, axes):
-        medians = [scale * (point.median or math.nan) for point in points]
-        axes.plot([p.rate for p in points], medians, ls="--", color=colour(4), marker=".", label="P50")
+        medians = [scale * (point.median or math.nan) for point in result.points]
+        axes.plot([p.rate for p in result.points], medians, ls="--", color=colour(4), marker=".", label="P50")
         axes.plot([p.rate for p in sound], [_scaled(p.figure.value, scale) for p in sound], color=colour(0), lw=1.4)
         _points(axes, points, scale, label(QUANTILES[result.quantile]))
         for limit_s in limit:
@@ -117,7 +121,8 @@ def rate_curve(result: SweepResult) -> Figure:
         axes.set(xlabel="offered rate (requests/s)", xlim=(0, 1.08 * max(point.rate for point in result.points)))
         scale_latency(axes, scale * np.array(every + room), f"{result.metric.upper()} ({unit})", axis="y")
         if not points:
-            axes.annotate("no rate has enough requests", (0.5, 0.5), xycoords="axes fraction", ha="center")
+            said = f"no rate has enough requests for {label(QUANTILES[result.quantile])}"
+            axes.annotate(said, (0.5, 0.97), xycoords="axes fraction", ha="center", va="top")
         legend_above(figure, axes)
     return figure
 
@@ -129,6 +134,12 @@ def _unit(values_s: ArrayLike) -> tuple[str, float]:
     """Milliseconds as long as they have at most four digits, else seconds: (name, how many of it a second has)."""
     finite = np.asarray(values_s, float)
     return ("s", 1.0) if np.max(finite, where=np.isfinite(finite), initial=0.0) >= 10.0 else ("ms", 1000.0)
+
+
+def _title(axes: Axes, result: ProbeResult) -> None:
+    """Only a result that must not be used has one."""
+    if result.summary.void:
+        axes.set_title("(void)", color=PALETTE[3])
 
 
 def _starts_and(of: Callable[[RequestRecord], float], scale: float, records: Sequence[RequestRecord]) -> Any:
@@ -207,8 +218,9 @@ def _saturation(axes: Axes, result: SweepResult) -> None:
     """The capacity that the closed run measured, with its interval, and the goodput."""
     capacity = result.capacity.answered
     if capacity.value is not None and capacity.low is not None and capacity.high is not None:
-        axes.axvspan(capacity.low, capacity.high, color="0.85", lw=0, zorder=0)
-        axes.axvline(capacity.value, color=GREY, lw=1.2, ls=":", label=f"capacity {capacity.value:.3g}/s")
+        void = " (void)" if result.capacity.result.summary.void else ""
+        axes.axvline(capacity.value, color=GREY, lw=1.2, ls=":", label=f"capacity {capacity.value:.3g}/s{void}")
+        axes.axvspan(capacity.low, capacity.high, color="0.85", lw=0, zorder=0, label="its 95 % CI")
     if result.goodput is not None and result.goodput.shown is not None:
         shown = result.goodput.shown
         axes.axvline(shown, color=STEADY, lw=1.3, ls="-.", zorder=1, label=f"goodput {shown:.3g}/s")

@@ -22,6 +22,8 @@ COLD_SHARE, COLD_TOKENS = 0.01, 32  # of a prompt, found by accident: a template
 PRIMED_SHARE = 0.90  # of the documents' tokens; block caches round down
 MATERIAL_DRIFT = 0.01
 KNOWN_QUESTIONS_SHARE = 0.05  # of the requests: above, the cache held what only this run should have asked
+KNOWN_QUESTIONS_COUNT = 3  # and at least so many: in a dozen requests, one is more than 5 %
+FAILED_VOID, FAILED_NOTE = 0.5, 0.01  # of the measured requests: void above, a note from
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 METRICS = ("ttft", "itl", "tpot", "e2e", "queue_time", "ttft_from_send", "e2e_from_send")
 SHARES = ("lateness", "queue", "prefill", "decode", "stalled", "scheduling", "client")
@@ -188,9 +190,11 @@ class HitRates:
         documents = sum(min(record.num_document_tokens, record.num_prompt_tokens) for record in known)
         share = cached / prompts if prompts else counters
         of_documents = min(1.0, cached / documents) if documents else None
-        asked_before = sum(map(_question_known, known)) / len(known) if known else None
+        num_asked_before = sum(map(_question_known, known))
+        asked_before = num_asked_before / len(known) if known else None
         allowed = COLD_SHARE + (COLD_TOKENS * len(known) / prompts if prompts else 0.0)
-        verdict, reason = _cache_verdict(declared, share, of_documents, asked_before, allowed)
+        shown = asked_before if num_asked_before >= KNOWN_QUESTIONS_COUNT else None
+        verdict, reason = _cache_verdict(declared, share, of_documents, shown, allowed)
         return cls(declared, verdict, share, of_documents, asked_before, counters, reason)
 
 
@@ -227,7 +231,8 @@ def _cache_verdict(
     if declared == "primed" and held < PRIMED_SHARE:
         return "contaminated", f"declared primed, but only {held:.1%} of the documents' tokens were cached"
     if declared == "primed" and asked_before is not None and asked_before > KNOWN_QUESTIONS_SHARE:
-        return "contaminated", f"declared primed, but {asked_before:.0%} of the questions had been asked before"
+        known = f"{asked_before:.0%} of the questions had been asked before"
+        return "contaminated", f"declared primed, but {known}: --repetition N asks others"
     return "as declared", None
 
 
@@ -368,8 +373,8 @@ def summarise(run: Run, load: Load) -> Summary:
         prompt_drift=prompt_drift(used),
         requests_per_s=len(answered) / seconds if seconds > 0 else None,
         output_tokens_per_s=num_tokens / seconds if seconds > 0 else None,
-        void=tuple(_void(counted, lateness, hits)),
-        notes=tuple(_notes(used, load, window, hits, metrics)),
+        void=tuple(_void(counted, load, lateness, hits)),
+        notes=(*_failure_note(counted, load), *_notes(used, load, window, hits, metrics)),
     )
 
 
@@ -400,13 +405,41 @@ def _counts(records: Sequence[RequestRecord], used: Sequence[RequestRecord]) -> 
     return {"sent": len(records), **dict(phases), "cancelled": cancelled, "used": len(used), **dict(kinds)}
 
 
-def _void(counted: Sequence[RequestRecord], lateness: Lateness, hits: HitRates) -> Iterable[str]:
+def _void(counted: Sequence[RequestRecord], load: Load, lateness: Lateness, hits: HitRates) -> Iterable[str]:
     if not any(record.outcome is Outcome.OK for record in counted):
-        yield "no measured request was answered"
+        yield "no measured request was answered" + (f": {_kinds(counted)}" if counted else "")
+    elif _most_failed(counted, load):
+        yield _failures(counted)
     if lateness.exceeded:
         yield f"the client was late: P99 at least {_ms(lateness.p99_at_least_s)}, allowed {_ms(lateness.limit_s)}"
     if hits.verdict == "contaminated" and hits.reason is not None:
         yield hits.reason
+
+
+def _most_failed(counted: Sequence[RequestRecord], load: Load) -> bool:
+    """More than half. A timeout under arrivals that do not wait is a latency above the limit: overload, no fault."""
+    latencies = {Outcome.OK} if isinstance(load, ClosedLoad) else {Outcome.OK, Outcome.TIMEOUT}
+    return sum(record.outcome not in latencies for record in counted) > FAILED_VOID * len(counted)
+
+
+def _failure_note(counted: Sequence[RequestRecord], load: Load) -> Iterable[str]:
+    """Nothing where the failures void the result: they are its reason then."""
+    num_failed = sum(record.outcome is not Outcome.OK for record in counted)
+    voided = num_failed == len(counted) or _most_failed(counted, load)
+    if num_failed and not voided and num_failed >= FAILED_NOTE * len(counted):
+        yield _failures(counted)
+
+
+def _failures(counted: Sequence[RequestRecord]) -> str:
+    num_failed = sum(record.outcome is not Outcome.OK for record in counted)
+    return f"{num_failed / len(counted):.0%} of the measured requests failed: {_kinds(counted)}"
+
+
+def _kinds(records: Iterable[RequestRecord], most: int = 3) -> str:
+    """Failures by kind, the most frequent first."""
+    kinds = Counter(r.error or str(r.outcome) for r in records if r.outcome is not Outcome.OK)
+    said = [f"{kind} {count}" for kind, count in kinds.most_common(most)]
+    return ", ".join([*said, *(["…"] if len(kinds) > most else [])])
 
 
 def _notes(
@@ -422,8 +455,7 @@ def _notes(
         yield f"no steady window ({window.verdict}: {window.reason}): the figures cover all measured requests"
     if hits.verdict == "unknown" and hits.reason is not None:
         yield f"cache state not checked: {hits.reason}"
-    if metrics["e2e"].effective_n < metrics["e2e"].n:
-        yield f"correlated requests: {metrics['e2e'].n} are worth {metrics['e2e'].effective_n} independent ones"
+    yield from correlation_note(metrics["e2e"])
     if (drift := prompt_drift(used)) is not None and abs(drift - 1.0) > MATERIAL_DRIFT:
         yield f"tokenizers differ: the target counted {drift:.3f} prompt tokens for each that was sent"
     answered = [record for record in used if record.outcome is Outcome.OK]
@@ -431,6 +463,11 @@ def _notes(
         yield f"{short} of {len(answered)} answers are shorter than asked for"
     if bundled := sum(len(record.token_times_s) < record.num_output_tokens for record in answered):
         yield f"{bundled} of {len(answered)} answers came with several tokens in a chunk: itl is the gap between chunks"
+
+
+def correlation_note(metric: Distribution) -> Iterable[str]:
+    if metric.effective_n < metric.n:
+        yield f"correlated requests: {metric.n} are worth {metric.effective_n} independent ones"
 
 
 def _ms(seconds: float | None) -> str:

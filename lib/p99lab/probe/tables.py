@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from p99lab.probe.command import ProbeResult
 from p99lab.probe.intervals import Figure, min_n
+from p99lab.probe.merge import Merged
 from p99lab.probe.output import figures
 from p99lab.probe.stats import QUANTILES, Distribution
 from p99lab.probe.sweep import SweepPoint, SweepResult
@@ -15,9 +16,12 @@ HEADER = ("ms", "n", *QUANTILES, "max", "std")
 
 
 def rows(metrics: dict[str, Distribution], also_from_send: bool = True) -> list[list[str]]:
-    """Per metric, milliseconds: its name, n, then a cell per figure with its interval; metrics without values not."""
+    """Per metric, milliseconds: its name, n, then a cell per figure with its interval; metrics without values not.
+
+    With failures n is `9 of 40`: `max` and `std` are of the answered ones.
+    """
     return [
-        [name.replace("_from_send", ", sent"), str(metric.n), *(cell(*one) for one in figures(metric).items())]
+        [name.replace("_from_send", ", sent"), _answered(metric), *(cell(*one) for one in figures(metric).items())]
         for name, metric in metrics.items()
         if metric.n and (also_from_send or not name.endswith("_from_send"))
     ]
@@ -29,7 +33,7 @@ def probe_rows(result: ProbeResult) -> list[list[str]]:
 
 
 def remarks(result: ProbeResult) -> list[str]:
-    """What belongs under the table: label, counts, cache, window, reasons for doubt."""
+    """What belongs under the table: label, counts, cache, window, reasons for doubt; what voids it stands above."""
     summary = result.summary
     window, hits, flying = summary.steady_window, summary.hit_rates, summary.in_flight
     share = "not reported" if hits.cached_share is None else f"{hits.cached_share:.1%} of prompt tokens"
@@ -43,7 +47,17 @@ def remarks(result: ProbeResult) -> list[str]:
         f"cache: declared {hits.declared}, {hits.verdict}, hits {share}",
         f"window: {window.verdict}, {window.start_s:.1f}–{window.end_s:.1f} s, {window.num_requests} requests",
         *(f"note: {note}" for note in summary.notes),
-        *void_lines(summary.void),
+    ]
+
+
+def merged_remarks(result: Merged) -> list[str]:
+    """What belongs under the table of a merge; what voids it stands above."""
+    target = result.target
+    return [
+        f"target: {target['name']}, {target['transport']}, clients {target['clients']}",
+        f"requests: {_counts(result.counts)}",
+        f"merged: {len(result.parts)} runs, intervals by their {'requests' if result.exact else 'histograms'}",
+        *(f"note: {note}" for note in result.notes),
     ]
 
 
@@ -73,8 +87,8 @@ def sweep_remarks(result: SweepResult) -> list[str]:
 
 
 def void_lines(reasons: Sequence[str]) -> list[str]:
-    """Why a result must not be used."""
-    return [f"VOID: {reason}" for reason in reasons]
+    """Why a result must not be used, to stand above it."""
+    return [f"VOID: these figures must not be used: {reason}" for reason in reasons]
 
 
 def cell(name: str, figure: Figure) -> str:
@@ -106,7 +120,7 @@ def _sweep_row(result: SweepResult, point: SweepPoint) -> list[str]:
     figures_of = [cell(name, metric.percentiles[name]) for name in ("p50", result.quantile)]
     window = point.result.summary.steady_window.verdict
     offered = "–" if point.throughput.offered is None else f"{point.throughput.offered:.3g}"
-    return [f"{point.rate:.3g}", offered, answered, str(metric.n), *figures_of, window, point.verdict or "–"]
+    return [f"{point.rate:.3g}", offered, answered, _answered(metric), *figures_of, window, point.verdict or "–"]
 
 
 def _goodput(result: SweepResult) -> str:
@@ -133,7 +147,7 @@ def _saturation(result: SweepResult) -> str:
 
 
 def _between(figure: Figure) -> str:
-    return "" if figure.low is None or figure.high is None else f" {max(0.0, figure.low):.3g}–{figure.high:.3g}"
+    return "" if figure.low is None or figure.high is None else f" [{max(0.0, figure.low):.3g}, {figure.high:.3g}]"
 
 
 def _warning(result: ProbeResult) -> str:
@@ -142,6 +156,10 @@ def _warning(result: ProbeResult) -> str:
 
 def _counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _answered(metric: Distribution) -> str:
+    return f"{metric.n - metric.num_failed} of {metric.n}" if metric.num_failed else str(metric.n)
 
 
 def _rate(per_s: float | None) -> str:

@@ -270,7 +270,7 @@ class OpenAITarget:
     async def _complaint(self, response: httpx.Response) -> str | None:
         """The message of an error's body. A refused key is often repeated in it, so that one is left unread."""
         if response.status_code in (401, 403):
-            return None
+            return None if self._key() else f"it {self._refusal()}"
         body = b""
         async for block in response.aiter_bytes():
             body += block
@@ -288,7 +288,7 @@ class OpenAITarget:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TargetError(f"{self.base_url} does not answer: {str(error) or type(error).__name__}") from None
         if response.status_code in (401, 403):
-            raise TargetError(f"{self.base_url} refuses the key in ${self._api_key_env} (http {response.status_code})")
+            raise TargetError(f"{self.base_url} {self._refusal()} (http {response.status_code})")
         owners = _model_owners(response)
         names = list(owners)
         if self.model is None and not names:
@@ -306,6 +306,11 @@ class OpenAITarget:
         if not key.isascii() or not key.isprintable():
             raise BadParameterError(f"${self._api_key_env} holds characters that no key has")
         return {**always, "authorization": f"Bearer {key}"} if key else always
+
+    def _refusal(self) -> str:
+        """What an endpoint does that answers 401 or 403."""
+        name = f"${self._api_key_env}"
+        return f"refuses the key in {name}" if self._key() else f"wants a key and {name} is not set"
 
     def _key(self) -> str:
         return os.environ.get(self._api_key_env, "").strip()
@@ -385,7 +390,9 @@ def _v1(base_url: str) -> str:
     except ValueError:  # brackets that do not match, a port out of range
         good = False
     if not good:
-        raise BadParameterError(f"target '{base_url}' is neither in-process nor a URL like http://127.0.0.1:8000")
+        raise BadParameterError(
+            f"target '{base_url}' is neither serve nor in-process nor a URL like http://127.0.0.1:8000"
+        )
     if "@" in parts.netloc:
         raise BadParameterError("a target's URL must not hold a password: give the key by an environment variable")
     return base_url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")

@@ -50,6 +50,16 @@ def test_what_was_measured_is_no_change_of_the_code(checkout: Path) -> None:
     assert provenance.git_state(checkout).untracked == ("outputs.py",)
 
 
+def test_changed_results_are_no_change_of_the_code(checkout: Path) -> None:
+    results = checkout / "outputs" / "README.md"
+    results.parent.mkdir(exist_ok=True)
+    results.write_text("one")
+    git(checkout, "add", ".")
+    git(checkout, "commit", "--quiet", "-m", "two")
+    results.write_text("two")
+    assert not provenance.git_state(checkout).is_dirty
+
+
 def test_the_patch_restores_the_change(checkout: Path) -> None:
     (checkout / "a.py").write_text("a = 2\n")
     patch = provenance.git_state(checkout).patch

@@ -50,8 +50,9 @@ def git_state(root: Path) -> GitState:
     revision = _git(root, "rev-parse", "HEAD")
     if top is None or revision is None or Path(top.removesuffix("\n")).resolve() != root.resolve():
         return GitState(None)
-    untracked = _git(root, "ls-files", "--others", "--exclude-standard", "--", ".", f":(exclude){RESULTS}") or ""
-    patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color") or ""
+    code = ("--", ".", f":(exclude){RESULTS}")
+    untracked = _git(root, "ls-files", "--others", "--exclude-standard", *code) or ""
+    patch = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", *code) or ""
     return GitState(revision.strip(), tuple(untracked.splitlines()), patch)
 
 

@@ -215,7 +215,7 @@ def test_every_tier_of_every_notebook_fits(contract: Contract) -> None:
 
 @pytest.mark.parametrize("what", ["document", "question", "answer"])
 def test_a_range_the_wrong_way_round_is_refused_before_a_kernel(what: str) -> None:
-    with pytest.raises(BadParameterError, match=rf"^{what}_tokens_max: .*below {what}_tokens_min=3000, got") as caught:
+    with pytest.raises(BadParameterError, match=rf"^{what}_tokens_max: \d+ is below {what}_tokens_min=3000$") as caught:
         load(CONTRACTS["01_headline_p99"], "laptop", [f"{what}_tokens_min=3000"])
     assert caught.value.exit_code == 2
 

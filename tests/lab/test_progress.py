@@ -32,6 +32,7 @@ def test_the_end_shows_the_summary_the_reason_and_the_report(tmp_path: Path) -> 
     folder = RunFolder.create(tmp_path)
     (folder.path / "metrics").mkdir()
     pq.write_table(pa.table({"arm": ["stock"], "p99": [1.23456]}), folder.path / "metrics" / "summary.parquet")
+    folder.write("report.html", "a page")
     text = io.StringIO()
     print_outcome(Outcome(folder, Ending("failed", 10, "cell 2: no [luck]")), Console(file=text, width=200))
     assert " 1.23 " in text.getvalue()

@@ -77,7 +77,7 @@ class Headline01(StrictModel):
     def _not_below_its_min(cls, most: int, info: ValidationInfo) -> int:
         name = str(info.field_name).replace("_max", "_min")
         if most < info.data.get(name, most):
-            raise ValueError(f"below {name}={info.data[name]}")
+            raise ValueError(f"{most} is below {name}={info.data[name]}")
         return most
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import ssl
-import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ import httpx
 import numpy as np
 import orjson
 
+from p99lab.engine.interpreter import shared_interpreter as shared_interpreter
 from p99lab.engine.request import FinishReason, IntArray, SamplingParams
 from p99lab.errors import BadParameterError, P99labError, did_you_mean
 from p99lab.probe.answers import Chunk as Chunk
@@ -75,20 +75,6 @@ class StreamingEngine(Protocol):
         arrival_s: float | None = None,
     ) -> AsyncIterator[Any]: ...
     def stats(self) -> Any: ...
-
-
-@contextmanager
-def shared_interpreter() -> Iterator[None]:
-    """For clients and engine in one process: a thread that waits for the interpreter gets it after 0.1 ms, not 5.
-
-    Otherwise an open load is late by as long as the engine plans a step. Restored at the end.
-    """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
 
 
 class InProcessTarget:

@@ -7,7 +7,6 @@ import contextlib
 import ipaddress
 import signal
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from p99lab.serving.options import Ready, ServeOptions
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
+from p99lab.engine.interpreter import shared_interpreter
 
 KEEP_ALIVE_S = 120  # a client's connection may idle so long; a load with think time comes back on it
 FAREWELL_S = 2  # for requests that were given up to tell their clients
@@ -42,7 +42,7 @@ def serve(options: ServeOptions, on_ready: Callable[[Ready], None]) -> None:
     with contextlib.closing(bind(options.host, options.port)) as listening:
         from p99lab.engine.engine import Engine  # imports torch: only now that the rest is known to be right
 
-        with Engine(options.engine_config) as engine, _shared_interpreter():
+        with Engine(options.engine_config) as engine, shared_interpreter():
             server = Server(engine, options.name, listening, options.drain_timeout, api_key)
             ready = Ready(options.name, server.url, api_key is None and not _is_loopback(listening))
             asyncio.run(_until_signalled(server, lambda: on_ready(ready)))
@@ -168,14 +168,3 @@ def _address(bound: socket.socket) -> str:
 
 def _is_loopback(listening: socket.socket) -> bool:
     return ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback
-
-
-@contextlib.contextmanager
-def _shared_interpreter() -> Iterator[None]:
-    """A thread that waits for the interpreter gets it after 0.1 ms, not 5: else the step loop holds tokens back."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

@@ -29,15 +29,15 @@ ENDLESS = SamplingParams(max_tokens=450, ignore_eos=True)
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, number: int, before: Callable[[], None] = lambda: None) -> None:
     """The number-th step from now on runs out of memory."""
-    execute, left = ModelRunner.execute, iter(range(number - 1, -1, -1))
+    launch, left = ModelRunner.launch, iter(range(number - 1, -1, -1))
 
     def failing(self: ModelRunner, plan: Any) -> Any:
         if next(left, 1) == 0:
             before()
             raise MemoryError("no room\nfor a second line")
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", failing)
+    monkeypatch.setattr(ModelRunner, "launch", failing)
 
 
 def in_thread(work: Callable[[], Any]) -> Callable[[], Any]:
@@ -207,14 +207,14 @@ def test_an_interrupted_batch_is_cancelled_and_the_engine_goes_on(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
-    execute, left = ModelRunner.execute, iter(range(number - 1, -1, -1))
+    launch, left = ModelRunner.launch, iter(range(number - 1, -1, -1))
 
     def interrupted(self: ModelRunner, plan: Any) -> Any:
         if next(left, 1) == 0:
             signal.raise_signal(signal.SIGINT)
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.generate(PROMPTS, LONG)
     assert not engine.has_work
@@ -225,13 +225,13 @@ def test_an_interrupted_batch_is_cancelled_and_the_engine_goes_on(
 
 def test_an_interrupted_loop_loses_no_event(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = engine.generate([PROMPTS[0]], LONG)[0].token_ids
-    execute = ModelRunner.execute
+    launch = ModelRunner.launch
 
     def interrupted(self: ModelRunner, plan: Any) -> Any:
         signal.raise_signal(signal.SIGINT)
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     engine.add(PROMPTS[0], LONG)
     token_ids: list[int | None] = []
     num_interrupts = 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p99lab.engine.grouping import group_rows, prefix_order
+from p99lab.engine.grouping import arrange, group_rows
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import SamplingParams
 
@@ -107,6 +107,10 @@ def test_contract_and_completeness(case: tuple[list[Row], int], min_shared: int)
 @given(some_rows())
 def test_in_prefix_order_groups_are_contiguous(case: tuple[list[Row], int]) -> None:
     rows, page_size = case
-    ordered = [rows[i] for i in prefix_order(rows, page_size)]
-    for group in group_rows(ordered, page_size, 1):
+    order, groups = arrange(rows, page_size, 1)
+    assert sorted(order) == list(range(len(rows)))
+    ordered = [rows[i] for i in order]
+    assert_contract(ordered, groups, page_size, 1)
+    assert set(groups) == set(group_rows(ordered, page_size, 1))
+    for group in groups:
         assert list(group.rows) == list(range(group.rows[0], group.rows[-1] + 1))

@@ -10,6 +10,7 @@ from p99lab.engine import linear
 from p99lab.engine.checkpoint import dummy_weights, load_weights
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.model import LlamaModel
+from p99lab.engine.rope import HeadNorms, prepared
 
 CPU = torch.device("cpu")
 SIZES = {
@@ -55,11 +56,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 class DenseAttention:
     """One sequence, all keys in a list per layer: as plain as it gets."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kv_heads: int) -> None:
+        self._num_kv_heads = num_kv_heads
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
+        q, k, v = prepared(heads, self._num_kv_heads, table, norms)
         self._keys[layer] = k = torch.cat([self._keys.get(layer, k[:0]), k])
         self._values[layer] = v = torch.cat([self._values.get(layer, v[:0]), v])
         first = len(k) - len(q)
@@ -90,7 +93,7 @@ def open_model(directory: Path, dtype: torch.dtype = torch.float32) -> LlamaMode
 @torch.inference_mode()
 def logits_of(model: LlamaModel, token_ids: torch.Tensor, chunks: list[int]) -> torch.Tensor:
     """[T, vocab] of a sequence computed in chunks."""
-    attention = DenseAttention()
+    attention = DenseAttention(model.geometry.num_kv_heads)
     positions = torch.arange(len(token_ids))
     steps = zip(token_ids.split(chunks), positions.split(chunks), strict=True)
     return torch.cat([model.logits(model.forward(ids, at, attention)) for ids, at in steps])

@@ -21,6 +21,7 @@ FACTORS = {
     "prefix_cache": (True, False),
     "preempted": (True, False),
     "min_shared_tokens": (1, 12, None),  # None: no grouping
+    "overlap": (True, False),
 }
 
 
@@ -52,11 +53,11 @@ def test_the_cases_cover_every_pair() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_greedy_tokens_equal_transformers(tiny_model: tuple[Path, list[Answer]], case: tuple) -> None:
     directory, expected = tiny_model
-    chunk, composition, prefix_cache, preempted, min_shared_tokens = case
+    chunk, composition, prefix_cache, preempted, min_shared_tokens, overlap = case
     config = EngineConfig(
         model=ModelConfig(name=str(directory)),
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=30 if preempted else 600, prefix_cache=prefix_cache),
-        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk),
+        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk, overlap=overlap),
         grouping=GroupingConfig(enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1),
     )
     asked = list(enumerate(_prompts()))
@@ -74,13 +75,16 @@ def test_greedy_tokens_equal_transformers(tiny_model: tuple[Path, list[Answer]],
     assert stats.num_active_pages == 0
 
 
-def test_requests_that_come_and_go_in_mid_flight_do_not_disturb_others(tiny_model: tuple[Path, list[Answer]]) -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_requests_that_come_and_go_in_mid_flight_do_not_disturb_others(
+    tiny_model: tuple[Path, list[Answer]], overlap: bool
+) -> None:
     directory, expected = tiny_model
     rng = np.random.default_rng(3)
     config = EngineConfig(
         model=ModelConfig(name=str(directory)),
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=70),
-        scheduler=SchedulerConfig(max_num_batched_tokens=11),
+        scheduler=SchedulerConfig(max_num_batched_tokens=11, overlap=overlap),
         grouping=GroupingConfig(min_shared_tokens=4),
     )
     finished: dict[str, list[int]] = {}

@@ -126,6 +126,7 @@ class Session:
             policy=str(rng.choice(["fcfs", "priority", "deadline"])),  # type: ignore[arg-type]
             max_num_batched_tokens=int(rng.choice([1, 5, 23, 200])),
             max_num_seqs=int(rng.choice([1, 3, 8])),
+            overlap=bool(rng.random() < 0.5),
         )
         grouping = GroupingConfig(enabled=bool(rng.random() < 0.7), min_shared_tokens=int(rng.choice([1, 8])))
         if not self.engine.has_work:
@@ -147,7 +148,8 @@ class Session:
 def test_random_operations(tiny_llama: str, expected: dict[Tokens, list[int]], seed: int) -> None:
     page_size = (1, 2, 4, 16)[seed % 4]
     cache = CacheConfig(page_size=page_size, num_pages=-(-90 // page_size))  # one always fits, a few at once do not
-    with Engine(EngineConfig(model=tiny_llama, cache=cache, grouping=GroupingConfig(min_shared_tokens=1))) as engine:
+    scheduler, grouping = SchedulerConfig(overlap=seed % 2 == 0), GroupingConfig(min_shared_tokens=1)
+    with Engine(EngineConfig(model=tiny_llama, cache=cache, scheduler=scheduler, grouping=grouping)) as engine:
         session = Session(engine, expected, seed)
         asyncio.run(session.run())
         assert session.check_answers() > NUM_OPERATIONS // 10

@@ -1,11 +1,14 @@
 """The scheduler with an executor that knows, for every slot of the cache, which prefix its content belongs to.
 
 The executor samples a token as a function of the whole prefix, and every row must find at each earlier position of its
-page table the content of exactly its own prefix. A stale, foreign, early freed or overwritten page cannot pass.
+page table the content of exactly its own prefix. A stale, foreign, early freed or overwritten page cannot pass. Steps
+are executed as late as may be: when they are taken in, with the next one planned already where they overlap.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,22 +56,30 @@ def expected_scores(prompt: Sequence[int]) -> list[Logprobs | None]:
 
 
 class Executor:
-    """A cache of page × offset → the prefix whose key and value lie there."""
+    """A cache of page × offset → the prefix whose key and value lie there. Of tokens it knows what it has sampled."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.prompts: dict[int, tuple[int, ...]] = {}  # by the request's number
+        self.tokens: dict[int, tuple[int, ...]] = {}
+        self.sampled: list[tuple[int, int | None]] = []  # by the step before: of whose row which token
 
-    def execute(self, plan: StepPlan, known: dict[str, tuple[int, ...]]) -> StepResult:
-        """`known`: all tokens of the requests in the plan, by request."""
+    def expect(self, number: int, prompt: Sequence[int]) -> None:
+        self.prompts[number] = self.tokens[number] = tuple(prompt)
+
+    def execute(self, plan: StepPlan) -> StepResult:
         for copy in plan.copies:
             for offset in range(copy.num_tokens):
                 self.slots[copy.target, offset] = self.slots[copy.source, offset]
-        written = [self._write(row, known[row.request_id]) for row in plan.rows]
+        written = [self._write(row, self.tokens[row.number]) for row in plan.rows]
         assert len(set().union(*written)) == sum(map(len, written)), "two rows write one slot"
-        sampled = tuple(self._attend(row, known[row.request_id]) for row in plan.rows)
-        scores = {i: self._score(row, known[row.request_id]) for i, row in enumerate(plan.rows)}
+        scores = {i: self._score(row, self.tokens[row.number]) for i, row in enumerate(plan.rows)}
         asked = {i: some for i, some in scores.items() if plan.rows[i].target_ids is not None}
+        sampled = tuple(self._attend(row, self.tokens[row.number]) for row in plan.rows)
+        self.sampled = [(row.number, token) for row, token in zip(plan.rows, sampled, strict=True)]
+        for number, token in self.sampled:
+            self.tokens[number] += () if token is None else (token,)
         return StepResult(plan.epoch, sampled, (None,) * len(plan.rows), asked)
 
     def _score(self, row: Row, tokens: tuple[int, ...]) -> tuple[Logprobs, ...]:
@@ -82,7 +93,12 @@ class Executor:
 
     def _write(self, row: Row, tokens: tuple[int, ...]) -> set[tuple[int, int]]:
         positions = range(row.num_computed_tokens, row.seq_len)
-        assert row.token_ids.tolist() == [tokens[position] for position in positions]
+        token_ids = row.token_ids.tolist()
+        if row.follows is not None:
+            assert token_ids[-1] == 0
+            number, token_ids[-1] = self.sampled[row.follows]
+            assert number == row.number
+        assert token_ids == [tokens[position] for position in positions]
         slots = {self._slot(row, position): tokens[: position + 1] for position in positions}
         self.slots |= slots
         return set(slots)
@@ -91,6 +107,7 @@ class Executor:
         assert len(row.page_table) == -(-row.seq_len // self.page_size)
         for position in range(row.seq_len):
             assert self.slots[self._slot(row, position)] == tokens[: position + 1], "stale or foreign content"
+        assert row.num_output_tokens == len(tokens) - len(self.prompts[row.number])
         assert row.samples == (row.seq_len == len(tokens))
         return next_token(tokens) if row.samples else None
 
@@ -102,73 +119,99 @@ class Bench:
         self, page_size: int = 4, num_pages: int = 64, prefix_cache: bool = True, grouping: bool = True, **config
     ):
         self.pool = PagePool(num_pages, page_size)
+        self.config = SchedulerConfig(**config)
         self.scheduler = Scheduler(
-            SchedulerConfig(**config),
+            self.config,
             GroupingConfig(enabled=grouping, min_shared_tokens=1),
             PrefixTree(self.pool, prefix_cache),
             eos_token_ids=(EOS,),
         )
-        self.config = SchedulerConfig(**config)
         self.executor = Executor(page_size)
         self.requests: list[Request] = []
-        self.plan: StepPlan | None = None
+        self.in_flight: deque[StepPlan] = deque()
+
+    @property
+    def may_schedule(self) -> bool:
+        return len(self.in_flight) < 1 + self.config.overlap
 
     def add(self, prompt: Sequence[int], max_tokens: int = 4, **options) -> Request:
         sampling = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=options.pop("ignore_eos", True),
+            stop_token_ids=options.pop("stop_token_ids", ()),
             prompt_logprobs=options.pop("prompt_logprobs", None),
         )
         number = len(self.requests)
         ids = np.array(prompt, np.int32)
         request = Request.create(number, ids, sampling, float(number), self.pool.page_size, **options)
         self.scheduler.add(request)
+        self.executor.expect(number, prompt)
         self.requests.append(request)
         return request
 
     def schedule(self) -> StepPlan | None:
-        self.plan = self.scheduler.schedule(0.0)
+        plan = self.scheduler.schedule(0.0)
         self.scheduler.check()
-        if self.plan is not None:
-            self.check_plan(self.plan)
-        return self.plan
+        if plan is not None:
+            self.check_plan(plan)
+            self.in_flight.append(plan)
+        self.check_fence()
+        return plan
 
     def update(self) -> list[Change]:
-        known = {r.request_id: tuple(r.token_ids.tolist()) for r in self.requests}
-        result = self.executor.execute(self.plan, known)
-        self.plan = None
-        changes = self.scheduler.update(result)
+        changes = self.scheduler.update(self.executor.execute(self.in_flight.popleft()))
         self.scheduler.check()
+        self.check_fence()
         return changes
 
     def step(self) -> StepPlan | None:
+        """Plan a step, and take in the oldest in flight, unless it is that one and may overlap."""
         plan = self.schedule()
-        if plan is not None:
+        if len(self.in_flight) > (plan is not None and self.config.overlap):
             self.update()
         return plan
 
     def run(self) -> int:
-        """Steps until nothing is left to do."""
-        num_steps = 0
-        while self.step() is not None:
-            num_steps += 1
+        """Steps until nothing is left to do; how many were planned."""
+        num_steps = num_idle = 0
+        while not self.may_schedule:
+            self.update()
+        while self.scheduler.has_work:
+            is_planned = self.step() is not None
+            num_steps, num_idle = num_steps + is_planned, 0 if is_planned else num_idle + 1
             assert num_steps < 3000, "no progress"
+            assert num_idle < 2, "nothing planned with nothing in flight"
+        assert self.step() is None
         return num_steps
+
+    def check_fence(self) -> None:
+        """Whatever steps in flight touch is held, and what they write is nobody else's."""
+        for plan in self.in_flight:
+            for row in plan.rows:
+                assert self.pool.references[row.page_table].all(), "a page was freed too early"
+                written = row.page_table[row.num_computed_tokens // self.pool.page_size :]
+                assert not self.pool.in_tree[written].any(), "a page of the tree is written"
+            for copy in plan.copies:
+                assert self.pool.references[[copy.source, copy.target]].all(), "a page was freed too early"
 
     def check_plan(self, plan: StepPlan) -> None:
         by_id = {r.request_id: r for r in self.scheduler.running}
         rows = [(row, by_id[row.request_id]) for row in plan.rows]
         assert len({row.request_id for row in plan.rows}) == len(rows) > 0
-        written = [row.page_table[row.num_computed_tokens // self.pool.page_size :] for row in plan.rows]
-        assert not self.pool.in_tree[np.concatenate(written)].any(), "a page of the tree is written"
-        prompts = [row for row, request in rows if row.num_scheduled_tokens > 1 or request.is_prefill]
+        prompts = [
+            row
+            for row, request in rows
+            if row.num_scheduled_tokens > 1 or row.num_computed_tokens < request.num_prompt_tokens
+        ]
         if self.config.composition == "stock":
             assert prompts == [] or len(prompts) == len(rows)
             assert all(row.samples for row in plan.rows), "a prompt was split"
             assert len(prompts) <= 1 or plan.num_tokens <= self.config.max_num_batched_tokens
         else:
             assert plan.num_tokens <= self.config.max_num_batched_tokens
-        assert len(self.scheduler.running) <= self.config.max_num_seqs
+        assert len(plan.rows) <= self.config.max_num_seqs
+        assert self.in_flight or len(self.scheduler.running) <= self.config.max_num_seqs
+        assert not (self.in_flight and self.scheduler.turn.preempted)
         assert set(self.scheduler.turn.running) == set(self.scheduler.running)
         assert not (self.scheduler.turn.preempted and self.scheduler.turn.admitted)
         if plan.groups:
@@ -184,7 +227,8 @@ class Bench:
             self.check_scores(request, prompt)
             if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
                 assert output == expected
-                stopped = output[-1] == EOS and not request.sampling.ignore_eos
+                stopped = output[-1] in request.sampling.stop_token_ids
+                stopped |= output[-1] == EOS and not request.sampling.ignore_eos
                 assert (request.finish_reason is FinishReason.STOP) == stopped
             else:
                 assert output == expected[: len(output)]
@@ -334,10 +378,9 @@ def test_cancel_while_a_step_is_in_flight_keeps_the_pages_until_it_ends() -> Non
     request = bench.add([0, 1, 2])
     bench.schedule()
     assert bench.scheduler.cancel(request.request_id)
-    assert bench.pool.num_active == 2
-    (change,) = bench.update()
-    assert (change.request, change.token_id) == (request, None)
     assert request.finish_reason is FinishReason.CANCELLED
+    assert bench.pool.num_active == 2
+    assert bench.update() == []  # nobody wants what it has sampled
     assert request.num_output_tokens == 0
     assert bench.pool.num_active == 0
     assert not bench.scheduler.cancel(request.request_id)
@@ -364,16 +407,17 @@ def test_finish_ends_a_request_between_steps() -> None:
     assert bench.schedule() is None
 
 
-def test_steps_and_results_alternate() -> None:
+def test_results_come_in_the_order_of_their_steps_two_at_most() -> None:
     bench = Bench()
     bench.add([0, 1])
     with pytest.raises(AccountingError):
         bench.scheduler.update(StepResult(1, (0,), (None,)))
-    plan = bench.schedule()
-    with pytest.raises(AccountingError):
+    plan, behind = bench.schedule(), bench.schedule()
+    with pytest.raises(AccountingError, match="while 2 steps are in flight"):
         bench.scheduler.schedule(0.0)
-    with pytest.raises(AccountingError):
-        bench.scheduler.update(StepResult(plan.epoch + 1, (0,), (None,)))
+    with pytest.raises(AccountingError, match="not that of the oldest"):
+        bench.scheduler.update(StepResult(behind.epoch, (0,), (None,)))
+    assert (plan.epoch, behind.epoch) == (1, 2)
 
 
 def test_what_waits_next_is_evicted_last() -> None:
@@ -470,6 +514,105 @@ def test_those_that_gave_way_keep_their_place_and_take_none_of_a_newcomers() -> 
     bench.check_outputs()
 
 
+def test_a_row_follows_the_one_that_samples_its_token() -> None:
+    bench = Bench(overlap=True, grouping=False)
+    bench.add([1] * 5, max_tokens=8)
+    first = bench.schedule()
+    second = bench.add([2, 2, 2, 1], max_tokens=8)
+    behind = bench.schedule()
+    assert [row.follows for row in first.rows] == [None]
+    assert [(row.follows, row.num_computed_tokens, row.num_output_tokens) for row in behind.rows] == [
+        (0, 5, 1),
+        (None, 0, 0),
+    ]
+    assert behind.rows[0].token_ids.tolist() == [0]
+    assert [change.request.number for change in bench.update()] == [0]
+    third = bench.schedule()
+    assert [(row.number, row.follows) for row in third.rows] == [(0, 0), (second.number, 1)]
+    bench.run()
+    bench.check_outputs()
+
+
+def test_a_request_whose_last_token_is_in_flight_has_no_more_rows_and_leaves_its_seat() -> None:
+    bench = Bench(overlap=True, max_num_seqs=1)
+    bench.add([0, 1], max_tokens=3)
+    next_one = bench.add([1, 1], max_tokens=1)
+    planned = [[row.number for row in bench.step().rows] for _ in range(4)]
+    assert planned == [[0], [0], [0], [next_one.number]]
+    assert bench.schedule() is None
+    assert bench.scheduler.has_work
+    bench.run()
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("how", ["stop id", "cancelled", "finished"])
+def test_a_request_that_ends_while_the_next_step_has_a_row_of_it_keeps_its_pages_until_then(how: str) -> None:
+    bench = Bench(page_size=2, overlap=True)
+    prompt = [0, 1, 2]
+    stop = next_token(prompt)
+    request = bench.add(prompt, max_tokens=9, stop_token_ids=(stop,) if how == "stop id" else ())
+    bench.schedule()
+    bench.schedule()
+    if how == "cancelled":
+        assert bench.scheduler.cancel(request.request_id)
+    changes = bench.update()
+    if how == "finished":
+        bench.scheduler.finish(request, FinishReason.STOP)
+    assert [change.token_id for change in changes] == ([] if how == "cancelled" else [stop])
+    assert (request.status, bench.pool.num_active) == (Status.FINISHED, 2)
+    bench.scheduler.check()
+    twin = bench.add([5], request_id=request.request_id)  # its id is free at once
+    bench.schedule()
+    assert bench.update() == []
+    assert bench.pool.num_active == 1
+    bench.run()
+    assert bench.executor.tokens[twin.number][: twin.num_tokens] == tuple(twin.token_ids.tolist())
+    found = bench.add([*prompt, stop, 7], max_tokens=1)
+    bench.run()
+    assert found.num_cached_tokens == (3 if how == "cancelled" else 4)  # what nobody knows the token of is not kept
+
+
+def test_a_page_replaced_by_the_trees_is_free_when_the_step_that_reads_it_has_ended() -> None:
+    bench = Bench(page_size=2, overlap=True)
+    first, second = bench.add([0, 1, 2, 0, 1]), bench.add([0, 1, 2, 0, 1])
+    bench.schedule()
+    bench.schedule()
+    assert bench.pool.num_active == 6
+    bench.update()
+    assert first.pages[:2].tolist() == second.pages[:2].tolist()
+    assert bench.pool.num_active == 6
+    bench.update()
+    assert bench.pool.num_active == 3  # the third page is full by now, and the tree's too
+    bench.run()
+    bench.check_outputs()
+
+
+def test_nobody_gives_way_while_a_step_is_in_flight() -> None:
+    bench = Bench(page_size=2, num_pages=6, prefix_cache=False, overlap=True)
+    first, second = bench.add([0, 1, 2], max_tokens=8), bench.add([1, 1, 1], max_tokens=8)
+    num_planned = 0
+    while bench.step() is not None:
+        num_planned += 1
+    assert (len(bench.in_flight), bench.scheduler.running) == (0, [first, second])
+    assert first.num_output_tokens == second.num_output_tokens == num_planned
+    assert bench.step() is not None
+    assert bench.scheduler.turn.preempted == (second,)
+    bench.run()
+    assert (first.finish_reason, second.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    bench.check_outputs()
+
+
+@pytest.mark.parametrize("name", ["num_placeholders", "num_computed_tokens", "num_pages"])
+def test_wrong_accounts_are_found_while_steps_are_in_flight(name: str) -> None:
+    bench = Bench(page_size=2, overlap=True)
+    request = bench.add([0, 1, 2], max_tokens=9)
+    bench.schedule()
+    bench.schedule()
+    setattr(request, name, getattr(request, name) - 1)
+    with pytest.raises(AccountingError):
+        bench.scheduler.check()
+
+
 class Serving(RuleBasedStateMachine):
     """Requests come, are cancelled and finish at any moment, over pools too small for them."""
 
@@ -483,6 +626,7 @@ class Serving(RuleBasedStateMachine):
         max_num_batched_tokens=st.integers(1, 12),
         max_num_seqs=st.integers(1, 5),
         max_num_waiting=st.none() | st.integers(1, 4),
+        overlap=st.booleans(),
     )
     def start(self, **config) -> None:
         self.bench = Bench(**config)
@@ -492,6 +636,7 @@ class Serving(RuleBasedStateMachine):
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=10),
         max_tokens=st.integers(1, 8),
         ignore_eos=st.booleans(),
+        stop_token_ids=st.sampled_from([(), (), (0,), (1, 2)]),
         priority=st.integers(0, 2),
         deadline_s=st.none() | st.integers(0, 5).map(float),
         prompt_logprobs=st.none() | st.just(0),
@@ -525,18 +670,18 @@ class Serving(RuleBasedStateMachine):
             prompt_logprobs=prompt_logprobs,
         )
 
-    @precondition(lambda self: self.bench.plan is None)
+    @precondition(lambda self: self.bench.may_schedule)
     @rule()
     def schedule(self) -> None:
         if self.bench.schedule() is None:
-            assert not self.bench.scheduler.has_work
+            assert self.bench.in_flight or not self.bench.scheduler.has_work
 
-    @precondition(lambda self: self.bench.plan is not None)
+    @precondition(lambda self: self.bench.in_flight)
     @rule()
     def update(self) -> None:
         self.bench.update()
 
-    @precondition(lambda self: self.bench.plan is None)
+    @precondition(lambda self: self.bench.may_schedule)
     @rule(num_steps=st.integers(1, 6))
     def steps(self, num_steps: int) -> None:
         for _ in range(num_steps):
@@ -553,11 +698,12 @@ class Serving(RuleBasedStateMachine):
     def sound(self) -> None:
         if hasattr(self, "bench"):
             self.bench.scheduler.check()
+            self.bench.check_fence()
             self.let_in |= set(self.bench.scheduler.running)
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):
-            if self.bench.plan is not None:
+            while self.bench.in_flight:
                 self.bench.update()
             self.bench.run()
             self.bench.check_outputs()
@@ -581,16 +727,16 @@ TestServing.settings = settings(deadline=None, derandomize=True, max_examples=20
 def test_tokens_do_not_depend_on_how_steps_are_put_together(
     asked: list[tuple[list[int], int]], page_size: int, budget: int, prompt_logprobs: int | None
 ) -> None:
-    for composition in ("chunked", "stock"):
-        for prefix_cache in (True, False):
-            bench = Bench(
-                page_size,
-                num_pages=-(-20 // page_size),  # any one fits; several must give way
-                prefix_cache=prefix_cache,
-                composition=composition,
-                max_num_batched_tokens=budget,
-            )
-            for prompt, max_tokens in asked:
-                bench.add(prompt, max_tokens, ignore_eos=False, prompt_logprobs=prompt_logprobs)
-            bench.run()
-            bench.check_outputs()
+    for composition, prefix_cache, overlap in itertools.product(("chunked", "stock"), (True, False), (True, False)):
+        bench = Bench(
+            page_size,
+            num_pages=-(-20 // page_size),  # any one fits; several must give way
+            prefix_cache=prefix_cache,
+            composition=composition,
+            max_num_batched_tokens=budget,
+            overlap=overlap,
+        )
+        for prompt, max_tokens in asked:
+            bench.add(prompt, max_tokens, ignore_eos=False, prompt_logprobs=prompt_logprobs)
+        bench.run()
+        bench.check_outputs()

@@ -64,11 +64,19 @@ def test_counters_begin_anew_when_reconfigured_and_outlive_the_engine(engine: En
 def test_only_the_latest_steps_are_kept_one_by_one() -> None:
     times = StepTimes()
     for number in range(NUM_KEPT_STEPS + 10):
-        times.add(2, 0.0, float(number))
+        times.add(2, 0.0, 0.5 * number * (number + 1))
     assert times.num_steps == NUM_KEPT_STEPS + 10
     assert times.num_tokens == 2 * times.num_steps
     assert len(times.recent_s) == NUM_KEPT_STEPS
     assert times.recent_s[0] == 10.0
+
+
+def test_a_step_begins_when_launched_or_when_the_one_before_has_ended() -> None:
+    times = StepTimes()
+    for launched_s, ended_s in ((1.0, 4.0), (2.0, 5.0), (7.0, 9.0)):
+        times.add(1, launched_s, ended_s)
+    assert list(times.recent_s) == [3.0, 1.0, 2.0]
+    assert times.busy_s == 6.0
 
 
 def test_stats_are_plain_numbers(engine: Engine) -> None:

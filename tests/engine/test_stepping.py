@@ -18,7 +18,7 @@ import pytest
 from p99lab.engine import stepping
 from p99lab.engine.config import EngineConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
-from p99lab.engine.plan import StepPlan, StepResult
+from p99lab.engine.plan import InFlight, StepPlan
 from p99lab.engine.request import FinishReason, SamplingParams
 from p99lab.engine.runner import ModelRunner
 from p99lab.errors import AccountingError, BadParameterError, EngineClosedError, EngineFailedError, QueueFullError
@@ -74,13 +74,13 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    gate, execute = Gate(), ModelRunner.execute
+    gate, launch = Gate(), ModelRunner.launch
 
-    def held(self: ModelRunner, plan: StepPlan) -> StepResult:
+    def held(self: ModelRunner, plan: StepPlan) -> InFlight:
         gate.enter()
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", held)
+    monkeypatch.setattr(ModelRunner, "launch", held)
     return gate
 
 

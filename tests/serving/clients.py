@@ -74,13 +74,13 @@ def slow_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Every step of every engine takes this much longer."""
     from p99lab.engine.runner import ModelRunner
 
-    execute = ModelRunner.execute
+    launch = ModelRunner.launch
 
     def slow(self: ModelRunner, plan: Any) -> Any:
         time.sleep(seconds)
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", slow)
+    monkeypatch.setattr(ModelRunner, "launch", slow)
 
 
 def eventually(holds: Callable[[], bool]) -> None:

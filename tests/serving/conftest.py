@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,12 +60,26 @@ def engine(new_engine: Callable[..., Engine]) -> Iterator[Engine]:
         yield engine
 
 
-@pytest.fixture(scope="session")
-def url(engine: Engine) -> Iterator[str]:
-    """Where `engine` is served as `tiny`."""
-    from p99lab.serving.background import serve_in_thread
+Serve = Callable[..., AbstractContextManager[str]]
 
-    with serve_in_thread(engine, model="tiny") as url:
+
+def server_of(place: str) -> Serve:
+    """What serves an engine of this process: in a `thread` of it, or from a gateway's `process`."""
+    from p99lab.serving.background import serve_in_thread
+    from p99lab.serving.gateways import serve_from_process
+
+    return serve_in_thread if place == "thread" else serve_from_process
+
+
+@pytest.fixture(params=["thread", "process"])
+def serve(request: pytest.FixtureRequest) -> Serve:
+    return server_of(request.param)
+
+
+@pytest.fixture(scope="session", params=["thread", "process"])
+def url(request: pytest.FixtureRequest, engine: Engine) -> Iterator[str]:
+    """Where `engine` is served as `tiny`."""
+    with server_of(request.param)(engine, model="tiny") as url:
         yield url
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from p99lab.engine.engine import Engine
 from p99lab.engine.runner import ModelRunner
-from p99lab.serving.background import serve_in_thread
 from tests.serving.clients import complete, connect, error_of, events, eventually, slow_steps
+from tests.serving.conftest import Serve
 
 LONG: dict[str, Any] = {
     "model": "tiny",
@@ -74,10 +74,10 @@ class Stream(threading.Thread):
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3, "seed": 1}, {"stream": False}, {"stream": False, "n": 3}])
 def test_a_client_that_hangs_up_frees_its_pages(
-    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)
-    with serve_in_thread(own_engine, model="tiny") as url:
+    with serve(own_engine, model="tiny") as url:
         connection = send(url, {**LONG, **fields})
         eventually(lambda: own_engine.stats().num_steps > 5)
         connection.close()
@@ -90,12 +90,12 @@ def test_a_client_that_hangs_up_frees_its_pages(
 
 
 def test_a_full_queue_is_429_with_retry_after(
-    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)
     with (
         new_engine(max_num_seqs=1, max_num_waiting=1) as engine,
-        serve_in_thread(engine, model="tiny") as url,
+        serve(engine, model="tiny") as url,
         connect(url) as client,
     ):
         running = Stream(client)
@@ -115,12 +115,12 @@ def test_a_full_queue_is_429_with_retry_after(
 
 
 def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(
-    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+    new_engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)
     with (
         new_engine(max_num_seqs=1, max_num_waiting=3) as engine,
-        serve_in_thread(engine, model="tiny") as url,
+        serve(engine, model="tiny") as url,
         connect(url) as client,
     ):
         running = Stream(client)
@@ -137,17 +137,17 @@ def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(
 
 
 def test_a_failed_step_is_told_before_and_in_a_stream_and_by_health(
-    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
-    execute, left = ModelRunner.execute, iter(range(9, -1, -1))
+    launch, left = ModelRunner.launch, iter(range(9, -1, -1))
 
     def failing(self: ModelRunner, plan: Any) -> Any:
         if next(left, 0) == 0:
             raise MemoryError("no room")
-        return execute(self, plan)
+        return launch(self, plan)
 
-    monkeypatch.setattr(ModelRunner, "execute", failing)
-    with serve_in_thread(own_engine, model="tiny") as url, connect(url) as client:
+    monkeypatch.setattr(ModelRunner, "launch", failing)
+    with serve(own_engine, model="tiny") as url, connect(url) as client:
         assert client.get(url.removesuffix("/v1") + "/health").json() == {"status": "ok"}
         *_, last = Stream(client).end()
         assert last["error"]["code"] == "engine_failed"
@@ -161,10 +161,10 @@ def test_a_failed_step_is_told_before_and_in_a_stream_and_by_health(
 
 
 def test_a_request_cancelled_by_the_engines_owner_is_an_error(
-    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)
-    with serve_in_thread(own_engine, model="tiny") as url, connect(url) as client:
+    with serve(own_engine, model="tiny") as url, connect(url) as client:
         stream = Stream(client)
         assert stream.begun.wait(30)
         own_engine.quiesce()
@@ -173,7 +173,7 @@ def test_a_request_cancelled_by_the_engines_owner_is_an_error(
 
 
 def test_leaving_waits_for_what_runs_and_turns_the_rest_away(
-    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)
     refusals: list[httpx.Response] = []
@@ -186,7 +186,7 @@ def test_leaving_waits_for_what_runs_and_turns_the_rest_away(
                 time.sleep(0.01)
             refusals.append(client.post(url + "/completions", json=LONG))
 
-        with serve_in_thread(own_engine, model="tiny", drain_timeout_s=60) as url:
+        with serve(own_engine, model="tiny", drain_timeout_s=60) as url:
             client.base_url = httpx.URL(url)
             stream = Stream(client, max_tokens=200)
             assert stream.begun.wait(30)
@@ -201,10 +201,12 @@ def test_leaving_waits_for_what_runs_and_turns_the_rest_away(
     assert "retry-after" in refusals[0].headers
 
 
-def test_what_outlasts_the_drain_is_cancelled_and_told(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_outlasts_the_drain_is_cancelled_and_told(
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
+) -> None:
     slow_steps(monkeypatch, SLOW_S)
     client = connect("http://127.0.0.1")
-    with serve_in_thread(own_engine, model="tiny", drain_timeout_s=0.1) as url:
+    with serve(own_engine, model="tiny", drain_timeout_s=0.1) as url:
         client.base_url = httpx.URL(url)
         stream = Stream(client)
         assert stream.begun.wait(30)
@@ -216,8 +218,8 @@ def test_what_outlasts_the_drain_is_cancelled_and_told(own_engine: Engine, monke
     assert own_engine.generate(["one"])  # the engine is the caller's, and open
 
 
-def test_the_key_is_asked_for_everywhere_but_at_health(own_engine: Engine) -> None:
-    with serve_in_thread(own_engine, model="tiny", api_key="s3cret-ö") as url:
+def test_the_key_is_asked_for_everywhere_but_at_health(own_engine: Engine, serve: Serve) -> None:
+    with serve(own_engine, model="tiny", api_key="s3cret-ö") as url:
         root = url.removesuffix("/v1")
         for sent in ({}, {"authorization": "Bearer wrong"}, {"authorization": "s3cret"}):
             with connect(url, **sent) as client:

@@ -16,7 +16,8 @@ from p99lab.engine.engine import Engine
 from p99lab.errors import BadParameterError
 from p99lab.serving import child
 from p99lab.serving.process import server_process
-from p99lab.serving.server import Server, bind
+from p99lab.serving.server import Server
+from p99lab.serving.sockets import bind
 from tests.serving.clients import connect, events
 
 

@@ -111,21 +111,24 @@ class PrefixTree:
             raise AccountingError("cached pages cannot be evicted")
         return self.pool.allocate(num_pages)
 
-    def insert(self, token_ids: IntArray, pages: IntArray, final: bool = False) -> IntArray:
+    def insert(
+        self, token_ids: IntArray, pages: IntArray, final: bool = False, keep_replaced: bool = False
+    ) -> IntArray:
         """Enter computed tokens, whole pages only, or with `final` the partial tail page too.
 
         The caller holds one reference on each of `pages`, which hold `token_ids` from the first on. Returned are the
         tree's pages for the entered tokens (with `final` all, else `len(token_ids) // page_size` pages): where the tree
         already held tokens under another page, that page replaces the caller's. After the call the caller holds one
         reference on each returned page and on those of `pages` beyond them, and none on the replaced ones, which are
-        free. It writes to none of the returned pages any more.
+        free; with `keep_replaced` it still holds these too, and gives them back with `release` when nothing reads them
+        any more. It writes to none of the returned pages any more.
         """
         size = self.pool.page_size
         tokens = token_ids if final else token_ids[: len(token_ids) // size * size]
         pages = pages[: self.pool.pages_for(len(tokens))]
         if not self.enabled or len(tokens) == 0:
             return pages.copy()
-        match = self._match(tokens)
+        match = self._match(tokens, pages)
         num_whole = len(match.pages)
         if num_whole * size + match.num_tail_tokens == len(tokens):
             rest = NO_PAGES if match.source is None else np.array([match.source], np.int32)
@@ -137,7 +140,8 @@ class PrefixTree:
         entered = np.concatenate([match.pages, rest])
         replaced = entered != pages
         self.pool.pin(entered[replaced])
-        self.pool.unpin(pages[replaced])
+        if not keep_replaced:
+            self.pool.unpin(pages[replaced])
         self._use(path)
         return entered
 
@@ -189,14 +193,15 @@ class PrefixTree:
         for node in self._nodes():
             self._check_node(node)
 
-    def _match(self, tokens: IntArray) -> Match:
+    def _match(self, tokens: IntArray, held: IntArray = NO_PAGES) -> Match:
+        """`held`: pages in which the caller has `tokens`; those of them that the tree has too need no comparing."""
         size = self.pool.page_size
         node, num_end_pages, at = self._root, 0, 0
         path: list[Node] = []
         pages: list[IntArray] = [NO_PAGES]
         source, num_tail_tokens = None, 0
         while at < len(tokens) and num_end_pages == len(node.pages):
-            child, num_common = self._nearest_child(node, tokens[at:])
+            child, num_common = self._nearest_child(node, tokens[at:], held[at // size :])
             if child is None:
                 break
             num_whole, num_tail_tokens = divmod(num_common, size)
@@ -209,13 +214,14 @@ class PrefixTree:
             node, num_end_pages, at = child, num_whole, at + num_common
         return Match(tuple(path), np.concatenate(pages), node, num_end_pages, source, num_tail_tokens)
 
-    def _nearest_child(self, node: Node, tokens: IntArray) -> tuple[Node | None, int]:
+    def _nearest_child(self, node: Node, tokens: IntArray, held: IntArray) -> tuple[Node | None, int]:
         """The child that shares the most first tokens with `tokens`, and how many; (None, 0) when none shares any."""
         key = tokens[: self.pool.page_size].tobytes()
         at = bisect_left(node.keys, key)
         nearest, num_common = None, 0
         for child in node.children[max(at - 1, 0) : at + 1]:
-            shared = common_len(child.tokens, tokens)
+            num_known = common_len(child.pages, held) * self.pool.page_size
+            shared = common_len(child.tokens, tokens, num_known)
             if shared > num_common:
                 nearest, num_common = child, shared
         return nearest, num_common
@@ -323,10 +329,13 @@ class PrefixTree:
                 raise AccountingError(f"prefix tree: {problem} at pages {node.pages.tolist()}")
 
 
-def common_len(first: IntArray, second: IntArray) -> int:
-    """How many first tokens two sequences share. Compared as memory, in runs that grow: most neighbours differ soon."""
+def common_len(first: IntArray, second: IntArray, num_known: int = 0) -> int:
+    """How many first tokens two sequences share, of which the first `num_known` are known to be equal.
+
+    Compared as memory, in runs that grow: most neighbours differ soon.
+    """
     limit = min(len(first), len(second))
-    start, width = 0, 64
+    start, width = num_known, 64
     while start < limit:
         stop = min(start + width, limit)
         differs = first[start:stop] != second[start:stop]

@@ -10,7 +10,7 @@ from p99lab.commands.console import needs_extra, out
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="plan (the control plane alone) or cpu (beside transformers).")],
+    name: Annotated[str, typer.Argument(help="plan (the control plane alone), cpu (beside transformers) or ingest (HTTP).")],
     as_json: Annotated[bool, typer.Option("--json", help="Rows with hardware and revision as JSON.")] = False,
 ) -> None:
     """Measure speed: each figure beside its floor by arithmetic, and beside a peer in the same run.

@@ -28,6 +28,9 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the key clients must show.")
     ] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish at the end.")] = 30.0,
+    gateways: Annotated[
+        int, typer.Option(help="Processes for HTTP, JSON and text; one takes some hundred 128K-token prompts a second.")
+    ] = 1,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
 ) -> None:
     """Serve a model through the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
@@ -53,12 +56,16 @@ def serve(
             "composition": composition,
             "api_key_env": api_key_env,
             "drain_timeout": drain_timeout,
+            "gateways": gateways,
         }
     )
     with needs_extra("serve", "p99lab serve"):
-        from p99lab.serving import server
+        from p99lab.serving import foreground
+        from p99lab.serving import gateways as gateway_processes
+
+        gateway_processes.require_packages()
     with needs_extra("engine", "p99lab serve"):
-        server.serve(options, _announce)
+        foreground.serve(options, _announce)
 
 
 def _announce(ready: Ready) -> None:

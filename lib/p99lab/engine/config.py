@@ -8,6 +8,8 @@ from pydantic import Field, field_validator
 
 from p99lab.strict import StrictModel
 
+MAX_NUM_SEQS = 4096  # rows that the runner has room for
+
 
 class ModelConfig(StrictModel):
     """`name`: a model of `p99lab models list`, a directory, or `dummy:<geometry>`."""
@@ -35,14 +37,16 @@ class SchedulerConfig(StrictModel):
 
     `stock`: whole prompts, decode only when no admitted prompt waits. `chunked`: decode rows first, then as many prompt
     tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims. While
-    `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never).
+    `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never). With `overlap` a
+    step is planned and launched while the one before it runs.
     """
 
     composition: Literal["stock", "chunked"] = "chunked"
     policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
     max_num_batched_tokens: int = Field(2048, ge=1)
-    max_num_seqs: int = Field(64, ge=1)
+    max_num_seqs: int = Field(64, ge=1, le=MAX_NUM_SEQS)
     max_num_waiting: int | None = Field(None, ge=1)
+    overlap: bool = False
 
 
 class GroupingConfig(StrictModel):
@@ -52,6 +56,23 @@ class GroupingConfig(StrictModel):
     min_shared_tokens: int = Field(256, ge=1)
 
 
+class AttentionConfig(StrictModel):
+    """Which kernels attend: `flashinfer` (Hopper GPUs), `reference` (plain torch, anywhere), or `auto`: the first where
+    it can be used."""
+
+    backend: Literal["auto", "flashinfer", "reference"] = "auto"
+
+
+class GraphsConfig(StrictModel):
+    """Steps of up to `max_num_tokens` one-token rows as CUDA graphs, where the attention backend allows them.
+
+    They are captured when the engine starts, up to its `max_num_seqs`; `enabled` decides whether they are used.
+    """
+
+    enabled: bool = True
+    max_num_tokens: int = Field(128, ge=1)
+
+
 class EngineConfig(StrictModel):
     """Everything an engine needs. `model` may be given as its name alone."""
 
@@ -59,6 +80,8 @@ class EngineConfig(StrictModel):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     grouping: GroupingConfig = GroupingConfig()
+    attention: AttentionConfig = AttentionConfig()
+    graphs: GraphsConfig = GraphsConfig()
     seed: int = 0  # of requests that bring none
 
     @field_validator("model", mode="before")

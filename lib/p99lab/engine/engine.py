@@ -8,8 +8,8 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -18,22 +18,23 @@ import torch
 
 from p99lab.caches.pages import PagePool
 from p99lab.caches.prefix_tree import PrefixTree
-from p99lab.engine.attention.reference import ReferenceAttention
+from p99lab.engine.backends import make_runner
 from p99lab.engine.config import EngineConfig, GroupingConfig, SchedulerConfig
-from p99lab.engine.events import Completion, OutputText, TokenEvent, Usage
+from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent, Usage
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.interrupts import uninterrupted
-from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes
-from p99lab.engine.model import LlamaModel
+from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes, step_bytes
 from p99lab.engine.model_store import load
+from p99lab.engine.plan import InFlight, StepPlan
 from p99lab.engine.prompts import Prompt as Prompt
 from p99lab.engine.prompts import check_limits, encode
-from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams, Share, Status
-from p99lab.engine.runner import ModelRunner
+from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams, Share
+from p99lab.engine.runner import Runner
 from p99lab.engine.scheduler import Change, Scheduler
 from p99lab.engine.stats import EngineStats, StepTimes
 from p99lab.engine.stepping import StepLoop
-from p99lab.engine.timekeeping import book_host_time, book_step
+from p99lab.engine.timekeeping import book_end, book_launch, book_step
+from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError
 
 LOGGER = logging.getLogger(__name__)
@@ -46,8 +47,17 @@ class Live:
     """A request between `add` and its last event."""
 
     request: Request
-    text: OutputText
+    text: OutputText | NoText
     on_event: OnEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight."""
+
+    plan: StepPlan
+    step: InFlight
+    launched_s: float
 
 
 class Engine:
@@ -62,28 +72,38 @@ class Engine:
     Args:
         config: what to load and how to schedule.
         clock: seconds; every time the engine reports is on it.
+        new_runner: makes what executes the plans; another than the model's measures the engine around it.
 
     Raises:
         ModelError: the model cannot be found or read.
         BadParameterError: the device cannot be used, or has no room for the page pool.
     """
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.perf_counter,
+        new_runner: Callable[[EngineConfig, Weights, KVPool], Runner] = make_runner,
+    ) -> None:
         dtype, device = getattr(torch, config.model.dtype), _device(config.model.device)
         weights, self.tokenizer = load(config.model)
         self.geometry = weights.geometry
         page_size = config.cache.page_size
-        num_pages = config.cache.num_pages or affordable_pages(self.geometry, page_size, dtype, device)
+        sizes = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
+        reserve_bytes = step_bytes(self.geometry, *sizes, dtype)
+        num_pages = config.cache.num_pages or affordable_pages(self.geometry, page_size, dtype, device, reserve_bytes)
         pool = _pool(self.geometry, num_pages, page_size, dtype, device)
         self.config = config
         self.clock = clock
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
         self._scheduler = self._new_scheduler()
-        self._runner: ModelRunner | None = ModelRunner(LlamaModel(weights), pool, ReferenceAttention(pool), config.seed)
+        self._runner: Runner | None = new_runner(config, weights, pool)
         self._step_times = StepTimes()
+        self._in_flight: deque[Launched] = deque()  # oldest first; between two calls at most one
         self._live: dict[str, Live] = {}
         self._events: list[TokenEvent] = []  # for the next `step`
         self._outbox: deque[tuple[OnEvent, TokenEvent]] = deque()
+        self._listeners: list[Callable[[], None]] = []
         self._num_added = 0
         self._failure: traceback.TracebackException | None = None
         self._closed = False
@@ -123,12 +143,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to tell."""
-        return bool(self._live or self._events)
+        return bool(self.has_requests or self._events)
 
     @property
     def has_requests(self) -> bool:
-        """Whether `advance` has something to compute."""
-        return bool(self._live)
+        """Whether `advance` has something to compute or to take in."""
+        return bool(self._live or self._in_flight)
 
     def encode(self, prompt: Prompt) -> IntArray:
         """Token ids of a prompt, [num_prompt_tokens] int32.
@@ -148,6 +168,7 @@ class Engine:
         deadline_s: float | None = None,
         arrival_s: float | None = None,
         on_event: OnEvent | None = None,
+        detokenize: bool = True,
     ) -> str:
         """Queue a request; `step` does the work. Returns its id.
 
@@ -158,6 +179,7 @@ class Engine:
             on_event: called with each of the request's events, in the thread that steps, cancels or closes; `step`
                 returns those of requests that have none, to whoever steps. It may call the engine but must not wait
                 for another thread that does. When it raises, that is logged and its request cancelled.
+            detokenize: False: events have no text, and stop strings are not looked for.
 
         Raises:
             BadParameterError: a prompt as `encode` refuses it, an id in use, more tokens than the model or the page
@@ -181,12 +203,14 @@ class Engine:
             )
             self._scheduler.add(request)
             self._num_added += 1
-            text = OutputText(self.tokenizer.detokenizer(), sampling.stop)
+            text = OutputText(self.tokenizer.detokenizer(), sampling.stop) if detokenize else NoText()
             self._live[request.request_id] = Live(request, text, on_event)
             return request.request_id
 
     def step(self) -> list[TokenEvent]:
         """Run one step for all requests that fit into it; nothing is run when there is no work.
+
+        With overlap the step goes on running, and the one launched by the call before is taken in.
 
         Returns:
             The events since the last call of requests without `on_event`.
@@ -202,11 +226,8 @@ class Engine:
             try:
                 with uninterrupted():
                     runner = self._usable_runner()
-                    try:
+                    with self._vouched():
                         self._compute(runner)
-                    except BaseException as error:
-                        self._fail(error)
-                        raise
             finally:
                 self._deliver()
 
@@ -218,7 +239,10 @@ class Engine:
             self._deliver()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at any moment; its pages are free before the next step. False: no such request."""
+        """End a request at any moment; its pages are free when no step is in flight that touches them, or at once.
+
+        False: no such request.
+        """
         with self._lock:
             with uninterrupted():
                 live = self._live.get(request_id)
@@ -242,6 +266,7 @@ class Engine:
         with self._lock:
             for request_id in list(self._live):
                 self.cancel(request_id)
+            self._settle()
             self._events.clear()
             self.check()
 
@@ -272,6 +297,9 @@ class Engine:
         finally:
             for completion in completions:
                 self.cancel(completion.request_id)
+            with self._lock:
+                if not self._live:
+                    self._settle()
         if any(completion.finish_reason is FinishReason.ERROR for completion in completions):
             self._usable_runner()  # another thread's step has failed: says so
         return completions
@@ -314,6 +342,33 @@ class Engine:
                     self._usable_runner()  # says why
                 yield event
 
+    def submit(self, command: Callable[[Engine], object]) -> None:
+        """Have `command` applied in the thread that steps for `stream`, between two steps. Never waits for a step.
+
+        What it raises fails the engine.
+
+        Raises:
+            EngineClosedError, EngineFailedError: as every call; the command is not applied then.
+        """
+        with self._loop_lock:
+            self._usable_runner()
+            self._loop = self._loop or StepLoop(self)
+            self._loop.submit(command)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], None]) -> Iterator[None]:
+        """Have `listener` called after every step, cancellation, reconfiguration and end, when `on_event` was told all.
+
+        It is called in the thread that has done it, must not raise, and must not wait for another that uses the engine.
+        """
+        with self._lock:
+            self._listeners.append(listener)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._listeners.remove(listener)
+
     def stats(self) -> EngineStats:
         """Counters since the start, pages by state, and step times."""
         return EngineStats.of(self._scheduler, self._tree.pool, self._step_times)
@@ -330,9 +385,11 @@ class Engine:
 
     def forget_except(self, prefixes: Sequence[IntArray]) -> None:
         """Evict all cached pages but those of `prefixes`: the cache as if only these had been primed."""
-        with self._lock, uninterrupted():
+        with self._lock:
             self._usable_runner()
-            self._tree.forget_except(prefixes)
+            self._settle()
+            with uninterrupted():
+                self._tree.forget_except(prefixes)
 
     def reconfigure(
         self,
@@ -349,6 +406,7 @@ class Engine:
             self._usable_runner()
             if self._live:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
+            self._settle()
             parts = self.config.model_dump()
             if scheduler is not None:
                 parts["scheduler"] = scheduler.model_dump()
@@ -360,11 +418,12 @@ class Engine:
             self._tree.enabled = self.config.cache.prefix_cache
             self._scheduler = self._new_scheduler()
             self._step_times = StepTimes()
+            self._deliver()
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self.config.scheduler, self.config.grouping, self._tree, self.tokenizer.eos_ids)
 
-    def _usable_runner(self) -> ModelRunner:
+    def _usable_runner(self) -> Runner:
         """The runner of an engine that can still be used.
 
         Raises:
@@ -382,18 +441,56 @@ class Engine:
             raise EngineClosedError("the engine is closed")
         return self._runner
 
-    def _compute(self, runner: ModelRunner) -> None:
-        plan = self._scheduler.schedule(self.clock())
-        if plan is None:
-            return
+    def _compute(self, runner: Runner) -> None:
+        """Launch the next step; then take in the oldest one in flight, unless it is that one and may overlap."""
+        num_overlapping = int(self._launch(runner) and self.config.scheduler.overlap)
+        if len(self._in_flight) > num_overlapping:
+            self._take_in()
+
+    def _launch(self, runner: Runner) -> bool:
+        """False: there is nothing to launch, or not before a step in flight is taken in."""
         began_s = self.clock()
-        book_host_time(self._scheduler.turn, began_s)
-        result = runner.execute(plan)
+        plan = self._scheduler.schedule(began_s)
+        planned_s = self.clock()
+        self._step_times.schedule_s += planned_s - began_s
+        if plan is None:
+            return False
+        book_launch(self._scheduler.turn, planned_s, is_idle=not self._in_flight)
+        self._in_flight.append(Launched(plan, runner.launch(plan), planned_s))
+        self._step_times.launch_s += self.clock() - planned_s
+        return True
+
+    def _take_in(self) -> None:
+        """Wait for the oldest step in flight, and tell what it has sampled."""
+        oldest = self._in_flight[0]
+        began_s = self.clock()
+        result = oldest.step.result()
         ended_s = self.clock()
-        book_step(self._scheduler.turn, plan, ended_s)
+        self._in_flight.popleft()
+        book_step(self._scheduler.running, oldest.plan, ended_s)
         for change in self._scheduler.update(result):
             self._tell(change)
-        self._step_times.add(plan.num_tokens, began_s, ended_s)
+        self._step_times.add(oldest.plan.num_tokens, oldest.launched_s, ended_s)
+        self._step_times.wait_s += ended_s - began_s
+        self._step_times.update_s += self.clock() - ended_s
+
+    def _settle(self) -> None:
+        """Take in what is in flight, so that requests that have ended hold no pages."""
+        while self._in_flight:
+            try:
+                with uninterrupted(), self._vouched():
+                    self._take_in()
+            finally:
+                self._deliver()
+
+    @contextmanager
+    def _vouched(self) -> Iterator[None]:
+        """Whatever raises in here leaves accounts that nobody can vouch for."""
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         self._failure = traceback.TracebackException.from_exception(error)
@@ -401,8 +498,12 @@ class Engine:
 
     def _end_all(self) -> None:
         """The end of the engine: all its requests end with an error, and its memory is given up."""
+        for launched in self._in_flight:
+            with suppress(Exception):  # a device that has failed says so again
+                launched.step.abandon()
         for live in [*self._live.values()]:
             self._abort(live, FinishReason.ERROR)
+        self._in_flight.clear()
         self._runner = None
 
     def _deliver(self) -> None:
@@ -414,16 +515,18 @@ class Engine:
             except Exception:
                 LOGGER.exception("on_event of '%s' has raised: the request is cancelled", event.request_id)
                 self.cancel(event.request_id)
+        for listener in self._listeners:
+            listener()
 
     def _tell(self, change: Change) -> None:
         """Turn a sampled token into an event, ending the request where a stop string is complete."""
         request = change.request
         live = self._live[request.request_id]
         now_s = self.clock()
-        if request.timeline.first_token_s is None and change.token_id is not None:
+        if request.timeline.first_token_s is None:
             request.timeline.first_token_s = now_s
         hidden = request.finish_reason is FinishReason.STOP  # an end-of-sequence or stop id is no text
-        text = "" if hidden or change.token_id is None else live.text.push(change.token_id)
+        text = "" if hidden else live.text.push(change.token_id)
         if live.text.stopped:
             self._scheduler.finish(request, FinishReason.STOP)
         reason = FinishReason.STOP if live.text.stopped else request.finish_reason
@@ -438,9 +541,8 @@ class Engine:
 
     def _abort(self, live: Live, reason: FinishReason) -> None:
         """Tell a request's end outside a step, to its client alone."""
-        holds_pages = live.request.status is Status.RUNNING
         now_s = self.clock()
-        live.request.timeline.book(Share.SCHEDULING if holds_pages else Share.QUEUE, now_s)
+        book_end(live.request, self._in_flight[0].plan if self._in_flight else None, now_s)
         self._end(live, TokenEvent(live.request.request_id, None, "", now_s), reason)
 
     def _end(self, live: Live, event: TokenEvent, reason: FinishReason) -> None:

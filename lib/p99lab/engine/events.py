@@ -100,3 +100,15 @@ class OutputText:
     def _overlap(self, stop: str) -> int:
         """Length of the longest beginning of `stop` that the held text ends with."""
         return next(n for n in range(len(stop) - 1, -1, -1) if self._held.endswith(stop[:n]))
+
+
+class NoText:
+    """The text of a request whose tokens somebody else turns into text."""
+
+    stopped = False
+
+    def push(self, token_id: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""

@@ -3,54 +3,96 @@
 A page of the tree stands for one prefix, so rows whose tables agree up to a page agree in every token up to it. The
 groups are the inner nodes of the compressed trie over the rows' tables: a system prompt's pages are shared by all, a
 document's by those who ask about it, a conversation's by its turns.
+
+Tables that have one page in one place have the same pages before it. So how far two of them agree is found by
+bisection: a few comparisons, where reading them takes thousands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from dataclasses import dataclass, replace
 
-from p99lab.caches.prefix_tree import common_len
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import IntArray
 
 
-def prefix_order(rows: Sequence[Row], page_size: int) -> list[int]:
-    """Indices of `rows` in an order in which the rows of every group are neighbours."""
-    keys = [_shareable(row, page_size).tobytes() for row in rows]
-    return sorted(range(len(rows)), key=keys.__getitem__)
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Rows `order[first:last]`, at least two, which share exactly their first `num_pages` shareable pages."""
+
+    first: int
+    last: int
+    num_pages: int
+
+
+def arrange(rows: Sequence[Row], page_size: int, min_shared_tokens: int) -> tuple[list[int], tuple[PrefixGroup, ...]]:
+    """An order of `rows` (their indices) in which the rows of every group are neighbours, and the groups in that order.
+
+    Groups are of at least two rows and `min_shared_tokens` tokens each; see `PrefixGroup` for what holds of them. Only
+    pages computed entirely before the step are shared. A level of the trie that is too short is not given up where rows
+    share more below it: its pages then belong to the groups below, each of which reads them once.
+    """
+    order, levels = _trie([row.page_table[: row.num_computed_tokens // page_size] for row in rows])
+    groups = []
+    above: list[tuple[int, int]] = []  # of the levels around the next one: where it ends, and pages spoken for
+    for level in levels:
+        while above and above[-1][0] <= level.first:
+            above.pop()
+        start = above[-1][1] if above else 0
+        if (level.num_pages - start) * page_size >= min_shared_tokens:
+            groups.append(PrefixGroup(tuple(range(level.first, level.last)), start, level.num_pages - start))
+            start = level.num_pages
+        above.append((level.last, start))
+    return order, tuple(groups)
 
 
 def group_rows(rows: Sequence[Row], page_size: int, min_shared_tokens: int) -> tuple[PrefixGroup, ...]:
-    """Groups of at least two rows and `min_shared_tokens` tokens each; see `PrefixGroup` for what holds of them.
+    """The groups of `arrange` for rows that stay in their order."""
+    order, groups = arrange(rows, page_size, min_shared_tokens)
+    return tuple(replace(group, rows=tuple(sorted(order[i] for i in group.rows))) for group in groups)
 
-    Only pages computed entirely before the step are shared. A level of the trie that is too short is not given up where
-    rows share more below it: its pages then belong to the groups below, each of which reads them once.
-    """
-    order = prefix_order(rows, page_size)
-    tables = [_shareable(rows[i], page_size) for i in order]
-    common = [common_len(first, second) for first, second in pairwise(tables)]
-    groups = []
-    stack = [(0, len(order), 0)]  # rows order[first:last] whose pages before `start` are spoken for
+
+def _trie(tables: Sequence[IntArray]) -> tuple[list[int], list[Level]]:
+    """The tables' indices in the order of a walk through their trie; its inner nodes, each before those below it."""
+    order: list[int] = []
+    levels: list[Level] = []
+    stack = [(list(range(len(tables))), 0)]  # tables that agree on so many pages at least; the next one last
     while stack:
-        first, last, start = stack.pop()
-        end = min(common[first : last - 1], default=0)
-        if (end - start) * page_size >= min_shared_tokens:
-            groups.append(PrefixGroup(tuple(sorted(order[first:last])), start, end - start))
-            start = end
-        stack += [(low, high, start) for low, high in _parts(common, first, last, end)]
-    return tuple(groups)
+        members, num_known = stack.pop()
+        if len(members) < 2:
+            order += members
+            continue
+        num_pages = _num_common(tables, members, num_known)
+        ended = [i for i in members if len(tables[i]) == num_pages]
+        levels.append(Level(len(order), len(order) + len(members), num_pages))
+        order += ended
+        stack += [(part, num_pages) for part in _parts(tables, members, num_pages)]
+    return order, levels
 
 
-def _parts(common: list[int], first: int, last: int, end: int) -> Iterator[tuple[int, int]]:
-    """The stretches of at least two neighbours in [first, last) that share more than `end` pages, last one first."""
-    high = last
-    for at in range(last - 1, first - 1, -1):
-        if at == first or common[at - 1] == end:
-            if high - at >= 2:
-                yield at, high
-            high = at
+def _num_common(tables: Sequence[IntArray], members: Sequence[int], num_known: int) -> int:
+    """How many pages all members share."""
+    first = tables[members[0]]
+    num_common = len(first)
+    for i in members[1:]:
+        low, high = num_known, min(num_common, len(tables[i]))  # at least, at most
+        middle = high  # most share all that the members before them do
+        while low < high:
+            if first[middle - 1] == tables[i][middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+            middle = (low + high + 1) // 2
+        num_common = low
+    return num_common
 
 
-def _shareable(row: Row, page_size: int) -> IntArray:
-    return row.page_table[: row.num_computed_tokens // page_size]
+def _parts(tables: Sequence[IntArray], members: Sequence[int], at: int) -> Iterator[list[int]]:
+    """The members that go on, by their page at `at`; the one that comes first last."""
+    parts: dict[int, list[int]] = {}
+    for i in members:
+        if len(tables[i]) > at:
+            parts.setdefault(int(tables[i][at]), []).append(i)
+    for page in sorted(parts, reverse=True):
+        yield parts[page]

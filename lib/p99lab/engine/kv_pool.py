@@ -15,7 +15,8 @@ from p99lab.caches.pages import PageCopy
 from p99lab.engine.geometry import Geometry
 
 CPU_SHARE = 0.25  # of the memory available at start; the rest belongs to weights, activations and the user
-CUDA_SHARE = 0.85  # of the memory free once the weights are loaded; the rest is activations and workspaces
+CUDA_RESERVE_BYTES = 3 << 30  # beside what the largest step takes: kernels' code, workspaces, graphs, sampling
+STEP_COPIES = 3  # of a token's widest tensors that exist at the same time, with what the allocator cannot use again
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +78,23 @@ def _container_memory_left() -> float:
     return math.inf
 
 
-def affordable_pages(geometry: Geometry, page_size: int, dtype: torch.dtype, device: torch.device) -> int:
-    """How many pages the device's memory allows now, weights already loaded; at least 2."""
+def step_bytes(geometry: Geometry, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
+    """What a step of so many tokens, and rows that sample, takes on the device at most, beside weights and pool."""
+    projections = 2 * geometry.intermediate_size + geometry.q_size + 2 * geometry.kv_size + 4 * geometry.hidden_size
+    partials = 4 * geometry.q_size  # folded queries, and what spans and the step's own tokens give
+    logits = 4 * geometry.vocab_size * num_seqs * 4  # float32; sampling sorts them, with their indices
+    return STEP_COPIES * num_tokens * (projections + partials) * dtype.itemsize + logits
+
+
+def affordable_pages(
+    geometry: Geometry, page_size: int, dtype: torch.dtype, device: torch.device, step_reserve_bytes: int = 0
+) -> int:
+    """How many pages the device's memory allows now, weights already loaded; at least 2.
+
+    On a GPU all that is free but CUDA_RESERVE_BYTES and `step_reserve_bytes`, see `step_bytes`.
+    """
     if device.type == "cuda":
-        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+        budget = torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE_BYTES - step_reserve_bytes
     else:
         budget = int(min(psutil.virtual_memory().available, _container_memory_left()) * CPU_SHARE)
     return max(2, budget // page_bytes(geometry, page_size, dtype))

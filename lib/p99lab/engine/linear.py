@@ -50,9 +50,14 @@ class PlainGatedLinear:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
+        self._gate = silu_and_multiply
+        if weight.device.type == "cuda":
+            from p99lab.engine import kernels  # Triton, which comes with torch for CUDA
+
+            self._gate = kernels.silu_and_multiply
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return silu_and_multiply(F.linear(x, self._weight, self._bias))
+        return self._gate(F.linear(x, self._weight, self._bias))
 
 
 class PackedLinear:

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from p99lab.engine.attention.base import LayerAttention
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.linear import can_pack, gated_linear, linear
-from p99lab.engine.rope import Rotary, rotate_
+from p99lab.engine.norm import AddNorm, add_norm_for, rms_norm
+from p99lab.engine.rope import HeadNorms, Rotary
 from p99lab.engine.weights import LayerWeights, Weights
 
 
@@ -23,9 +24,10 @@ class LlamaModel:
         self._embedding = weights.embedding
         self._final_norm = weights.final_norm
         self._rotary = Rotary(weights.geometry.rope, weights.geometry.head_dim, weights.embedding.device)
+        self._add_norm = add_norm_for(weights.embedding.device)
         element_bytes = weights.embedding.element_size()
         pack = can_pack(weights.embedding, weights.geometry.num_parameters * element_bytes)
-        self._layers = [Layer(layer, weights.geometry, pack) for layer in weights.layers]
+        self._layers = [Layer(layer, weights.geometry, pack, self._add_norm) for layer in weights.layers]
         self._lm_head = linear(weights.lm_head, None, pack)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
@@ -40,11 +42,12 @@ class LlamaModel:
             [T, hidden], before the final norm: `logits` applies it to the rows that need it.
         """
         hidden = F.embedding(token_ids, self._embedding)
-        cos, sin = self._rotary.tables(positions, hidden.dtype)
+        table = self._rotary.table(positions, hidden.dtype)
+        delta: torch.Tensor | None = None  # what the next norm adds to `hidden` first
         for index, layer in enumerate(self._layers):
-            layer.add_attention_(hidden, cos, sin, index, attention)
-            layer.add_mlp_(hidden)
-        return hidden
+            delta = layer.attend(hidden, delta, table, index, attention)
+            delta = layer.feed_forward(hidden, delta)
+        return hidden if delta is None else hidden.add_(delta)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token. hidden: [R, hidden] as `forward` returned it; returns [R, vocab] float32."""
@@ -52,36 +55,32 @@ class LlamaModel:
 
 
 class Layer:
-    """One decoder layer; both halves add to the residual stream in place."""
+    """One decoder layer. Either half first adds to the residual stream, in place, what the half before it computed."""
 
-    def __init__(self, weights: LayerWeights, geometry: Geometry, pack: bool) -> None:
-        self._geometry = geometry
+    def __init__(self, weights: LayerWeights, geometry: Geometry, pack: bool, add_norm: AddNorm) -> None:
+        self._eps = geometry.rms_norm_eps
+        self._num_heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
+        self._add_norm = add_norm
         self._attention_norm, self._mlp_norm = weights.attention_norm, weights.mlp_norm
-        self._q_norm, self._k_norm = weights.q_norm, weights.k_norm
+        self._head_norms = HeadNorms.of(weights.q_norm, weights.k_norm, self._eps)
         self._qkv = linear(weights.qkv, weights.qkv_bias, pack)
         self._output = linear(weights.output, weights.output_bias, pack)
         self._gate_up = gated_linear(weights.gate_up, weights.gate_up_bias, pack)
         self._down = linear(weights.down, weights.down_bias, pack)
 
-    def add_attention_(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, index: int, attention: LayerAttention
-    ) -> None:
-        """hidden: [T, hidden]; cos, sin: of the step's positions, see `Rotary.tables`."""
-        num_q, num_kv = self._geometry.num_q_heads, self._geometry.num_kv_heads
-        qkv = self._qkv(rms_norm(hidden, self._attention_norm, self._geometry.rms_norm_eps))
-        heads = qkv.view(len(hidden), num_q + 2 * num_kv, -1)  # [T, q_heads + 2 * kv_heads, dim]
-        q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
-        if self._q_norm is not None and self._k_norm is not None:
-            q.copy_(rms_norm(q, self._q_norm, self._geometry.rms_norm_eps))
-            k.copy_(rms_norm(k, self._k_norm, self._geometry.rms_norm_eps))
-        rotate_(heads[:, : num_q + num_kv], cos, sin)
-        hidden.add_(self._output(attention.run(index, q, k, v).flatten(1)))
+    def attend(
+        self,
+        hidden: torch.Tensor,
+        delta: torch.Tensor | None,
+        table: torch.Tensor,
+        index: int,
+        attention: LayerAttention,
+    ) -> torch.Tensor:
+        """hidden, delta: [T, hidden]; table: of the step's positions, see `Rotary.table`. Returns [T, hidden]."""
+        qkv = self._qkv(self._add_norm(hidden, delta, self._attention_norm, self._eps))
+        heads = qkv.view(len(hidden), self._num_heads, -1)  # [T, q_heads + 2 * kv_heads, dim]
+        return self._output(attention.attend(index, heads, table, self._head_norms).flatten(1))
 
-    def add_mlp_(self, hidden: torch.Tensor) -> None:
-        """hidden: [T, hidden]."""
-        hidden.add_(self._down(self._gate_up(rms_norm(hidden, self._mlp_norm, self._geometry.rms_norm_eps))))
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / rms(x) * weight over the last dimension, in float32 inside."""
-    return F.rms_norm(x, weight.shape, weight, eps)
+    def feed_forward(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        """hidden, delta: [T, hidden]. Returns [T, hidden]."""
+        return self._down(self._gate_up(self._add_norm(hidden, delta, self._mlp_norm, self._eps)))

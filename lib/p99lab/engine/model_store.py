@@ -123,16 +123,27 @@ def load(config: ModelConfig) -> tuple[Weights, Tokenizer]:
     import torch
 
     from p99lab.engine.checkpoint import dummy_weights, load_weights
-    from p99lab.engine.tokenizer import ByteTokenizer, TextTokenizer
 
     found = resolve(config.name)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if isinstance(found, Geometry):
-        tokenizer = ByteTokenizer(found.vocab_size, found.eos_token_ids)
-        return dummy_weights(found, dtype, device, config.seed), tokenizer
-    geometry = Geometry.from_directory(found)
-    text_tokenizer = TextTokenizer(found, geometry.eos_token_ids)
-    return load_weights(found, geometry, dtype, device), text_tokenizer
+        return dummy_weights(found, dtype, device, config.seed), load_tokenizer(config.name)
+    geometry, tokenizer = Geometry.from_directory(found), load_tokenizer(config.name)
+    return load_weights(found, geometry, dtype, device), tokenizer
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer that `load` gives a model, without weights and torch.
+
+    Raises:
+        ModelError: see `resolve` and `TextTokenizer`.
+    """
+    from p99lab.engine.tokenizer import ByteTokenizer, TextTokenizer
+
+    found = resolve(name)
+    if isinstance(found, Geometry):
+        return ByteTokenizer(found.vocab_size, found.eos_token_ids)
+    return TextTokenizer(found, Geometry.from_directory(found).eos_token_ids)
 
 
 def fetch(name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from p99lab.caches.pages import PageCopy as PageCopy
 from p99lab.engine.request import IntArray, SamplingParams
@@ -17,8 +18,9 @@ class Row:
     `token_ids`: [num_scheduled_tokens] int32. `page_table`: int32, one page for every page_size of the
     `num_computed_tokens + num_scheduled_tokens` tokens that the row's last token attends to. Both are copies, so that
     the scheduler may go on while the step runs. `samples`: the row reaches its request's last token, whose logits
-    choose the next. `target_ids`: int32, the prompt tokens that the row's first tokens predict, where the request asks
-    for their log-probabilities; else None.
+    choose the next. `follows`: where that last token is not known yet, the row of the step directly before that samples
+    it; `token_ids` ends in a 0 in its place. `target_ids`: int32, the prompt tokens that the row's first tokens
+    predict, where the request asks for their log-probabilities; else None.
     """
 
     request_id: str
@@ -30,6 +32,7 @@ class Row:
     sampling: SamplingParams
     num_output_tokens: int  # tokens sampled before this step: the position in the request's random stream
     target_ids: IntArray | None = None
+    follows: int | None = None
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -74,9 +77,23 @@ class StepResult:
     """`token_ids[i]` is what row i sampled, or None where the row did not sample; `logprobs[i]` likewise.
 
     `prompt_logprobs[i]`: one for each of row i's `target_ids`; rows without any are left out.
+    `device_s`: from the step's beginning on the device to its end; None where the host computes.
     """
 
     epoch: int
     token_ids: tuple[int | None, ...]
     logprobs: tuple[Logprobs | None, ...]
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)
+    device_s: float | None = None
+
+
+class InFlight(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's end. Raises what the step has failed with."""
+        ...
+
+    def abandon(self) -> None:
+        """Return once the step touches no memory any more, whatever has become of it; its result is not wanted."""
+        ...

@@ -119,13 +119,15 @@ class Timeline:
 class Request:
     """One request. The scheduler is its only writer, except for `timeline`, which the engine keeps.
 
-    The one invariant: a request is scheduled while `num_computed_tokens < num_tokens`; each step computes the next
-    `num_scheduled_tokens` of them, and a step that reaches `num_tokens` samples one more.
+    The one invariant: a request is scheduled while `num_computed_tokens < num_due_tokens`; each step computes the next
+    `num_scheduled_tokens` of them, and a step that reaches `num_due_tokens` samples one more. A step may be planned
+    while the one before it runs: so `num_computed_tokens` counts what steps have been planned to compute, and a token
+    that a planned step will sample leaves a placeholder, which is due to be computed like any other.
 
     `tokens` is an int32 buffer of capacity prompt + max_tokens; its first `num_tokens` entries are valid, and of
-    those the first `num_prompt_tokens` were asked for. `page_table` has room for every token of the buffer; its first
-    `num_pages` entries are valid. `prompt_logprobs`, where asked for, grows to one entry for each prompt token; that of
-    the first is None.
+    those the first `num_prompt_tokens` were asked for; zeros stand for the placeholders behind them. `page_table` has
+    room for every token of the buffer; its first `num_pages` entries are valid. `prompt_logprobs`, where asked for,
+    grows to one entry for each prompt token; that of the first is None.
     """
 
     request_id: str
@@ -137,10 +139,13 @@ class Request:
     priority: int = 0  # smaller is more urgent
     deadline_s: float | None = None  # on the engine's clock
     num_tokens: int = 0
+    num_placeholders: int = 0
+    num_due_tokens: int = 0  # to be computed: the known ones and the placeholders, but never the last that is sampled
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache when first admitted
     page_table: IntArray = field(default_factory=lambda: np.empty(0, np.int32))
     num_pages: int = 0
+    last_epoch: int = 0  # of the latest step that touches its pages
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
     status: Status = Status.WAITING
     finish_reason: FinishReason | None = None
@@ -173,6 +178,7 @@ class Request:
             priority=priority,
             deadline_s=deadline_s,
             num_tokens=num_prompt_tokens,
+            num_due_tokens=num_prompt_tokens,
             page_table=np.empty(-(-len(tokens) // page_size), np.int32),
             prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
         )
@@ -193,7 +199,7 @@ class Request:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether prompt tokens are still to be computed (after a preemption: output tokens are computed as prompt)."""
+        """Whether prompt tokens are left to schedule (after a preemption output tokens are computed as a prompt is)."""
         return self.num_computed_tokens < self.num_prompt_tokens
 
     @property
@@ -208,8 +214,18 @@ class Request:
 
     def target_ids(self, start: int, stop: int) -> IntArray | None:
         """The prompt tokens that positions start … stop - 1 predict, as a copy; None where no scores are missing."""
-        return self.tokens[start + 1 : min(stop + 1, self.num_prompt_tokens)].copy() if self.scores_prompt else None
+        if not self.scores_prompt or start + 1 >= self.num_prompt_tokens:
+            return None
+        return self.tokens[start + 1 : min(stop + 1, self.num_prompt_tokens)].copy()
 
-    def append_token(self, token_id: int) -> None:
+    def add_placeholder(self) -> None:
+        """A step has been planned that will sample the next token."""
+        self.tokens[self.num_tokens + self.num_placeholders] = 0
+        self.num_placeholders += 1
+        self.num_due_tokens = min(self.num_due_tokens + 1, len(self.tokens) - 1)
+
+    def fill_placeholder(self, token_id: int) -> None:
+        """The token of the first placeholder is known."""
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.num_placeholders -= 1

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 
 from p99lab.engine.geometry import Rope
+from p99lab.engine.norm import rms_norm
 
 
 class Rotary:
@@ -16,21 +19,52 @@ class Rotary:
         self._frequencies = inverse_frequencies(rope, head_dim).to(device)  # [dim / 2] float32
         self._scale = attention_factor(rope)
 
-    def tables(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos [T, 1, 1, dim / 2] and signed sin [T, 1, 2, dim / 2] of `positions` [T], for `rotate_`.
+    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """cos and sin of every angle at `positions` [T], [T, 2, dim / 2], for `rotate_`.
 
         Computed per step, not kept for all positions: 131 072 of them would take 64 MiB, and one step needs few.
         """
         angles = positions[:, None].float() * self._frequencies  # [T, dim / 2]
-        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
-        return cos.to(dtype)[:, None, None], torch.stack((-sin, sin), 1).to(dtype)[:, None]
+        return torch.stack((angles.cos(), angles.sin()), 1).mul_(self._scale).to(dtype)
 
 
-def rotate_(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-    """Rotate `heads` [T, heads, dim] in place, by the tables of the same T tokens."""
-    halves = heads.view(*heads.shape[:2], 2, -1)  # [T, heads, 2, dim / 2]
-    swapped = halves.flip(2)
-    halves.mul_(cos).addcmul_(swapped, sin)
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of single query and key heads before they are rotated (Qwen3). Weights: [head_dim]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    eps: float
+
+    @classmethod
+    def of(cls, q: torch.Tensor | None, k: torch.Tensor | None, eps: float) -> Self | None:
+        return None if q is None or k is None else cls(q, k, eps)
+
+    def apply_(self, q: torch.Tensor, k: torch.Tensor) -> None:
+        """In place. q: [T, q_heads, dim], k: [T, kv_heads, dim]."""
+        q.copy_(rms_norm(q, self.q, self.eps))
+        k.copy_(rms_norm(k, self.k, self.eps))
+
+
+def prepared(
+    heads: torch.Tensor, num_kv_heads: int, table: torch.Tensor, norms: HeadNorms | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of projected heads, normed and rotated in place: views of `heads`."""
+    num_q = heads.shape[1] - 2 * num_kv_heads
+    q, k, v = heads[:, :num_q], heads[:, num_q : num_q + num_kv_heads], heads[:, num_q + num_kv_heads :]
+    if norms is not None:
+        norms.apply_(q, k)
+    rotate_(heads[:, : num_q + num_kv_heads], table)
+    return q, k, v
+
+
+def rotate_(heads: torch.Tensor, table: torch.Tensor) -> None:
+    """Rotate `heads` [T, heads, dim] in place, by the table of the same T tokens."""
+    cos, sin = table[:, 0, None], table[:, 1, None]  # [T, 1, dim / 2] each
+    low, high = heads.chunk(2, -1)
+    was_low = low.clone()
+    low.mul_(cos).addcmul_(high, sin, value=-1)
+    high.mul_(cos).addcmul_(was_low, sin)
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> torch.Tensor:

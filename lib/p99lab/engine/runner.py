@@ -2,63 +2,200 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import numpy as np
 import torch
 
 from p99lab.engine.attention.base import AttentionBackend
+from p99lab.engine.graphs import StepGraphs, resolved
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import Logprobs, StepPlan, StepResult
-from p99lab.engine.request import IntArray, SamplingParams
-from p99lab.engine.sampler import sample, score
+from p99lab.engine.plan import InFlight, Logprobs, Row, StepPlan, StepResult
+from p99lab.engine.request import IntArray
+from p99lab.engine.sampler import Scores, choose, score, score_rows
+from p99lab.engine.staging import upload
 
 NUM_SCORED_AT_ONCE = 256  # prompt tokens whose logits exist at the same time: with 128K words, 0.1 GiB
 
 
-class ModelRunner:
-    """`execute` one plan at a time over a model, a page pool and an attention backend that share a device."""
+class Runner(Protocol):
+    """Executes plans in the order they come. A row may follow one of the plan directly before (see `Row.follows`)."""
 
-    def __init__(self, model: LlamaModel, pool: KVPool, attention: AttentionBackend, seed: int) -> None:
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Begin a step; it need not have ended when the next one is launched.
+
+        What this raises leaves nothing of the step running.
+        """
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step and wait for its tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpan:
+    """Two points in a CUDA stream: where a step begins, and where all that the host wants of it has been copied."""
+
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+    @classmethod
+    def begin(cls, device: torch.device) -> DeviceSpan | None:
+        """None where computing waits for itself."""
+        if device.type != "cuda":
+            return None
+        span = cls(*(torch.cuda.Event(enable_timing=True) for _ in range(2)))  # type: ignore[no-untyped-call]
+        span.began.record()
+        return span
+
+    def seconds(self) -> float:
+        milliseconds: float = self.began.elapsed_time(self.ended)
+        return milliseconds / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step whose kernels are in the stream. Tensors are on the host, filled once the step has ended."""
+
+    plan: StepPlan
+    sampling: Sequence[int]  # rows
+    chosen: torch.Tensor  # one token id for each of these
+    scores: Mapping[int, Scores]  # by place among these
+    prompt_scores: Mapping[int, Sequence[Scores]]  # by row
+    span: DeviceSpan | None
+
+    def result(self) -> StepResult:
+        self.abandon()
+        token_ids: list[int | None] = [None] * len(self.plan.rows)
+        logprobs: list[Logprobs | None] = [None] * len(self.plan.rows)
+        for row, token_id in zip(self.sampling, self.chosen.tolist(), strict=True):
+            token_ids[row] = token_id
+        for place, scores in self.scores.items():
+            (logprobs[self.sampling[place]],) = scores.as_logprobs()
+        prompt = {
+            row: tuple(one for part in parts for one in part.as_logprobs()) for row, parts in self.prompt_scores.items()
+        }
+        device_s = None if self.span is None else self.span.seconds()
+        return StepResult(self.plan.epoch, tuple(token_ids), tuple(logprobs), prompt, device_s)
+
+    def abandon(self) -> None:
+        if self.span is not None:
+            self.span.ended.synchronize()  # the step's one host synchronisation
+
+
+class ModelRunner:
+    """A model, a page pool and an attention backend on one device.
+
+    On a GPU `launch` returns as soon as the step is in the stream. Decode steps replay graphs where there are some.
+
+    Args:
+        sampled: [max_num_seqs] int64, for what the rows of the latest step have sampled.
+    """
+
+    def __init__(
+        self,
+        model: LlamaModel,
+        pool: KVPool,
+        attention: AttentionBackend,
+        seed: int,
+        sampled: torch.Tensor,
+        graphs: StepGraphs | None = None,
+    ) -> None:
         self._model = model
         self._pool = pool
         self._attention = attention
         self._seed = seed
+        self._sampled = sampled
+        self._graphs = graphs
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step and wait for its tokens."""
+        return self.launch(plan).result()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run the step and wait for its tokens."""
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Put a step into the stream, behind the step before it."""
+        span = DeviceSpan.begin(self._pool.k.device)
         self._pool.copy_pages(plan.copies)
-        self._attention.plan(plan)
-        hidden = self._model.forward(*self._inputs(plan), self._attention)  # [T, hidden]
-        ends = np.cumsum([row.num_scheduled_tokens for row in plan.rows])
+        inputs = _inputs(plan)
         sampling = [i for i, row in enumerate(plan.rows) if row.samples]
-        token_ids: list[int | None] = [None] * len(plan.rows)
-        logprobs: list[Logprobs | None] = [None] * len(plan.rows)
-        if sampling:
-            logits = self._model.logits(hidden[torch.from_numpy(ends[sampling] - 1).to(hidden.device)])  # [R, vocab]
-            sampled, asked = sample(logits, [plan.rows[i] for i in sampling], self._seed)
-            for i, token_id, logprob in zip(sampling, sampled, asked, strict=True):
-                token_ids[i], logprobs[i] = token_id, logprob
-        prompt_logprobs = {
-            i: self._score(hidden[int(ends[i]) - row.num_scheduled_tokens :], row.target_ids, row.sampling)
-            for i, row in enumerate(plan.rows)
-            if row.target_ids is not None
-        }
-        return StepResult(plan.epoch, tuple(token_ids), tuple(logprobs), prompt_logprobs)
+        wants_hidden = any(row.target_ids is not None for row in plan.rows)
+        logits = None if self._graphs is None or wants_hidden else self._graphs.run(plan, inputs)
+        prompt_scores: dict[int, list[Scores]] = {}
+        if logits is None:
+            self._attention.plan(plan)
+            hidden = self._forward(inputs)
+            ends = np.cumsum([row.num_scheduled_tokens for row in plan.rows], dtype=np.int32)
+            logits = self._logits(hidden, ends[sampling] - 1)
+            prompt_scores = self._score_prompts(plan, hidden)
+        elif len(sampling) < len(plan.rows):
+            logits = logits[self._index(np.array(sampling, np.int32))]
+        chosen, scores = self._sample(logits, [plan.rows[i] for i in sampling], sampling)
+        if span is not None:
+            span.ended.record()
+        return Launched(plan, sampling, chosen, scores, prompt_scores, span)
 
-    def _score(self, hidden: torch.Tensor, target_ids: IntArray, sampling: SamplingParams) -> tuple[Logprobs, ...]:
-        """Log-probabilities of a row's n targets. hidden: [>= n, hidden], from the row's first token on."""
-        targets = torch.from_numpy(target_ids.astype(np.int64)).to(hidden.device)
-        scores: list[Logprobs] = []
-        for start in range(0, len(targets), NUM_SCORED_AT_ONCE):
-            some = targets[start : start + NUM_SCORED_AT_ONCE]
-            logits = self._model.logits(hidden[start : start + len(some)])  # [<= NUM_SCORED_AT_ONCE, vocab]
-            scores += score(logits, some, sampling.prompt_logprobs or 0)
-        return tuple(scores)
+    def _forward(self, inputs: Sequence[IntArray]) -> torch.Tensor:
+        token_ids, positions, sources = upload(inputs, self._pool.k.device)
+        return self._model.forward(resolved(token_ids, sources, self._sampled), positions, self._attention)
 
-    def _inputs(self, plan: StepPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and positions of the step, [T] int64 each."""
-        token_ids = np.concatenate([row.token_ids for row in plan.rows]).astype(np.int64)
-        positions = np.concatenate([np.arange(row.num_computed_tokens, row.seq_len) for row in plan.rows])
-        device = self._pool.k.device
-        return torch.from_numpy(token_ids).to(device), torch.from_numpy(positions).to(device)
+    def _logits(self, hidden: torch.Tensor, tokens: IntArray) -> torch.Tensor:
+        """[R, vocab] float32 of some of the step's tokens, perhaps none."""
+        return self._model.logits(hidden[self._index(tokens)]) if len(tokens) else hidden.new_empty(0, 1)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]
+    ) -> tuple[torch.Tensor, dict[int, Scores]]:
+        """Choose, remember for rows that follow, and send to the host: token ids [R], and scores where asked for."""
+        if not rows:
+            return torch.empty(0, dtype=torch.int64), {}
+        chosen = choose(logits, rows, self._seed)
+        if len(places) == places[-1] + 1:
+            self._sampled[: len(places)] = chosen
+        else:
+            self._sampled[self._index(np.array(places, np.int32))] = chosen
+        scores = {place: scored.to_host() for place, scored in score_rows(logits, rows, chosen).items()}
+        return chosen.to("cpu", non_blocking=True), scores
+
+    def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Scores]]:
+        """For each row with targets the log-probabilities of these, NUM_SCORED_AT_ONCE at a time."""
+        scores: dict[int, list[Scores]] = {}
+        start = 0
+        for i, row in enumerate(plan.rows):
+            if row.target_ids is not None:
+                targets = self._index(row.target_ids)
+                scores[i] = [
+                    self._score(
+                        hidden[start + at :], targets[at : at + NUM_SCORED_AT_ONCE], row.sampling.prompt_logprobs or 0
+                    )
+                    for at in range(0, len(targets), NUM_SCORED_AT_ONCE)
+                ]
+            start += row.num_scheduled_tokens
+        return scores
+
+    def _score(self, hidden: torch.Tensor, targets: torch.Tensor, num_top: int) -> Scores:
+        """hidden: [>= n, hidden], from the token on that predicts the first of the n targets."""
+        return score(self._model.logits(hidden[: len(targets)]), targets, num_top).to_host()
+
+    def _index(self, array: IntArray) -> torch.Tensor:
+        (index,) = upload([array], self._pool.k.device)
+        return index.long()
+
+
+def _inputs(plan: StepPlan) -> list[IntArray]:
+    """Token ids and positions of the step, and for tokens not known yet the row that samples them; [T] int32 each."""
+    rows = plan.rows
+    token_ids = np.concatenate([row.token_ids for row in rows])
+    lengths = np.array([len(row.token_ids) for row in rows], np.int32)
+    ends = np.cumsum(lengths, dtype=np.int32)
+    firsts = np.array([row.num_computed_tokens for row in rows], np.int32)
+    positions = np.arange(len(token_ids), dtype=np.int32) + np.repeat(firsts - (ends - lengths), lengths)
+    sources = np.full(len(token_ids), -1, np.int32)
+    for end, row in zip(ends, rows, strict=True):
+        if row.follows is not None:
+            sources[end - 1] = row.follows
+    return [token_ids, positions, sources]

@@ -3,26 +3,32 @@
 There are no phases. A running request has `num_tokens` and is done with `num_computed_tokens` of them, and each step
 makes the second approach the first. A prompt in one piece or in chunks, a prefix found in the tree, a request computed
 again after it gave way, and decoding differ only in how far there is to go.
+
+A step may be planned while the one before it is in flight, from what is known once that one has been planned: how many
+tokens it computes and who samples, not what. Whatever a step in flight touches stays as it is until that step has been
+taken in: its pages are not freed, its requests do not give way.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
 from p99lab.caches.pages import PageCopy
-from p99lab.caches.prefix_tree import PrefixTree
+from p99lab.caches.prefix_tree import Grant, PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
-from p99lab.engine.grouping import group_rows, prefix_order
-from p99lab.engine.plan import Row, StepPlan, StepResult
+from p99lab.engine.grouping import arrange
+from p99lab.engine.plan import PrefixGroup, Row, StepPlan, StepResult
 from p99lab.engine.policy import POLICIES
-from p99lab.engine.request import FinishReason, Logprobs, Request, Status
+from p99lab.engine.request import FinishReason, IntArray, Logprobs, Request, Status
 from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
+MAX_IN_FLIGHT = 2  # one step runs, one is queued behind it
 NUM_PROTECTED = 4  # waiting requests whose cached prefix is evicted last; matching more would cost the step
 
 
@@ -32,7 +38,7 @@ class RequestTooLargeError(BadParameterError):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the latest `schedule` did besides its plan. `running` hold pages while the step runs, scheduled or not."""
+    """What was done for the latest plan. `running` hold pages while its step runs, scheduled or not."""
 
     running: tuple[Request, ...] = ()
     admitted: tuple[Request, ...] = ()
@@ -41,11 +47,21 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a step did to one request: a token it sampled, or its end (`request.finish_reason`), or both."""
+    """A token that a step has sampled for a request, which may have ended with it (`request.finish_reason`)."""
 
     request: Request
-    token_id: int | None
+    token_id: int
     logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step in flight, the requests of its rows, and what is given back when it has ended."""
+
+    plan: StepPlan
+    requests: tuple[Request, ...]
+    leaving: list[Request] = field(default_factory=list)  # have ended, and still hold their pages
+    replaced: list[IntArray] = field(default_factory=list)  # pages that no page table holds any more
 
 
 @dataclass(slots=True)
@@ -68,7 +84,7 @@ class Composition(Protocol):
         ...
 
     def shares(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Who computes how many tokens in this step; at least one share when anything runs."""
+        """Who computes how many tokens in this step; at least one share when anybody has tokens left to compute."""
         ...
 
 
@@ -110,15 +126,15 @@ class Stock:
             if left < 0 and shares:
                 break
             shares.append((request, remaining(request)))
-        return shares or [(request, remaining(request)) for request in running]
+        return shares or [(request, remaining(request)) for request in running if remaining(request)]
 
 
 COMPOSITIONS: Mapping[str, Callable[[int], Composition]] = MappingProxyType({"chunked": Chunked, "stock": Stock})
 
 
 def remaining(request: Request) -> int:
-    """Tokens still to compute before the next one can be sampled."""
-    return request.num_tokens - request.num_computed_tokens
+    """Tokens still to compute before the next one can be sampled; 0 once a step in flight samples the last one."""
+    return request.num_due_tokens - request.num_computed_tokens
 
 
 def is_prompt(request: Request) -> bool:
@@ -127,9 +143,11 @@ def is_prompt(request: Request) -> bool:
 
 
 class Scheduler:
-    """Admits, plans and ends requests. `schedule` and `update` alternate; every other method may be called between.
+    """Admits, plans and ends requests.
 
-    `tree` belongs to this scheduler. `running` and `waiting` are for others to read.
+    `schedule` plans a step, `update` takes in the oldest one in flight. Up to `MAX_IN_FLIGHT` steps are in flight, and
+    are executed in the order they were planned in. Every other method may be called at any time. `tree` belongs to this
+    scheduler. `running` and `waiting` are for others to read.
     """
 
     def __init__(
@@ -152,14 +170,13 @@ class Scheduler:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
-        self._copies: list[PageCopy] = []  # granted, and their step has not ended
-        self._ending: dict[str, FinishReason] = {}  # end when the step in flight does
-        self._in_flight: StepPlan | None = None
+        self._in_flight: deque[Flight] = deque()  # oldest first
         self._epoch = 0
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests)
+        """Whether there is a step to plan or to take in."""
+        return bool(self._requests or self._in_flight)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -183,63 +200,57 @@ class Scheduler:
         self.waiting.append(request)
 
     def cancel(self, request_id: str) -> bool:
-        """End a request, computed or not; False when no live request has this id. See `finish` for when it ends."""
+        """End a request, computed or not; False when no live request has this id. See `finish`."""
         request = self._requests.get(request_id)
         if request is not None:
             self.finish(request, FinishReason.CANCELLED)
         return request is not None
 
     def finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request now; while a step is in flight that may touch its pages, when that step ends."""
-        if request.status is Status.FINISHED:
-            return
-        if self._in_flight is not None and request.status is Status.RUNNING:
-            self._ending.setdefault(request.request_id, reason)
-        else:
+        """End a request. What steps in flight sample for it is dropped; they keep its pages until they have ended."""
+        if request.status is not Status.FINISHED:
             self._end(request, reason)
 
     def schedule(self, now: float) -> StepPlan | None:
-        """Plan the next step; None when there is nothing to do."""
-        if self._in_flight is not None:
-            raise AccountingError(f"schedule() while step {self._in_flight.epoch} is in flight")
+        """Plan the next step. None: there is nothing to compute, or nothing before a step in flight is taken in."""
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            raise AccountingError(f"schedule() while {MAX_IN_FLIGHT} steps are in flight")
         self._sort(self.running, now)
         self._sort(self.waiting, now)
         self._protect_waiting()
         preempted = self._grow()
-        admitted = self._admit() if not preempted else []
-        self._sort(self.running, now)
-        self.turn = Turn(tuple(self.running), tuple(admitted), tuple(preempted))
-        if self.running:
-            self._in_flight = self._plan(self._composition.shares(self.running))
-        elif self.waiting:
+        if preempted is None:
+            return None
+        admitted, copies = self._admit() if not preempted else ([], [])
+        if admitted:
+            self._sort(self.running, now)
+        shares = self._composition.shares(self.running)
+        if shares:
+            self.turn = Turn(tuple(self.running), tuple(admitted), tuple(preempted))
+            return self._plan(shares, admitted, copies)
+        if self.waiting and not self._in_flight:
             raise AccountingError("an idle pool cannot hold the next request")
-        return self._in_flight
+        return None
 
     def update(self, result: StepResult) -> list[Change]:
-        """Take in what the step in flight computed. Returns one change per request that sampled a token or ended."""
-        plan = self._in_flight
-        if plan is None or plan.epoch != result.epoch:
-            raise AccountingError(f"the result of step {result.epoch} is not the one in flight")
-        self._in_flight = None
-        for copy in self._copies:
-            self.tree.finish_copy(copy)
-        self._copies = []
+        """Take in what the oldest step in flight computed. Returns one change for each token that counts."""
+        if not self._in_flight or self._in_flight[0].plan.epoch != result.epoch:
+            raise AccountingError(f"the result of step {result.epoch} is not that of the oldest in flight")
+        flight = self._in_flight.popleft()
         changes = []
-        for index, (row, token_id, logprobs) in enumerate(
-            zip(plan.rows, result.token_ids, result.logprobs, strict=True)
+        for index, (request, row, token_id, logprobs) in enumerate(
+            zip(flight.requests, flight.plan.rows, result.token_ids, result.logprobs, strict=True)
         ):
             if (token_id is not None) != row.samples:
                 raise AccountingError(f"'{row.request_id}' sampled {token_id}, planned was {row.samples}")
-            request = self._requests[row.request_id]
-            self._advance(request, row.num_scheduled_tokens)
+            if request.status is Status.FINISHED:
+                continue
+            self._enter(request, row)
             self._keep_scores(request, row, result.prompt_logprobs.get(index, ()))
-            if token_id is not None and request.request_id not in self._ending:
+            if token_id is not None:
                 self._append(request, token_id)
                 changes.append(Change(request, token_id, logprobs))
-        changes += [Change(self._requests[request_id], None, None) for request_id in self._ending]
-        for request_id, reason in self._ending.items():
-            self._end(self._requests[request_id], reason)
-        self._ending = {}
+        self._land(flight)
         return changes
 
     def check(self) -> None:
@@ -248,26 +259,50 @@ class Scheduler:
         Raises:
             AccountingError: anything that does not add up.
         """
-        size = self.tree.pool.page_size
-        self.tree.check([request.pages for request in self.running], self._copies)
+        flights = self._in_flight
+        leaving = [request for flight in flights for request in flight.leaving]
+        tables = [request.pages for request in (*self.running, *leaving)]
+        replaced = [pages for flight in flights for pages in flight.replaced]
+        self.tree.check([*tables, *replaced], [copy for flight in flights for copy in flight.plan.copies])
         for request in (*self.running, *self.waiting):
-            is_running = request.status is Status.RUNNING
-            for ok, problem in (
-                (self._requests.get(request.request_id) is request, "is not known"),
-                (request.status is not Status.FINISHED, "has finished"),
-                (any(request is other for other in (self.running if is_running else self.waiting)), "is misplaced"),
-                (is_running or request.num_pages == 0, "waits and holds pages"),
-                (is_running or request.num_computed_tokens == 0, "waits and counts computed tokens"),
-                (request.num_computed_tokens < request.num_tokens, "has nothing to compute"),
-                (request.num_computed_tokens <= request.num_reusable_tokens, "has computed tokens and not scored them"),
-                (request.num_computed_tokens <= request.num_pages * size, "has computed more than its pages hold"),
-            ):
-                if not ok:
-                    raise AccountingError(f"request '{request.request_id}' {problem}")
+            self._check_request(request)
         if len(self._requests) != len(self.running) + len(self.waiting):
             raise AccountingError("a live request neither waits nor runs")
-        if self._in_flight is None and (self._copies or self._ending):
-            raise AccountingError("no step is in flight, and something waits for its end")
+        if any(request.status is not Status.FINISHED for request in leaving):
+            raise AccountingError("a live request gives its pages back")
+
+    def _check_request(self, request: Request) -> None:
+        is_running = request.status is Status.RUNNING
+        rows = [
+            row
+            for flight in self._in_flight
+            for row, owner in zip(flight.plan.rows, flight.requests, strict=True)
+            if owner is request
+        ]
+        num_computed = request.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)  # and taken in
+        starts, stops = [row.num_computed_tokens for row in rows], [row.seq_len for row in rows]
+        num_due = min(request.num_tokens + request.num_placeholders, len(request.tokens) - 1)
+        num_slots = request.num_pages * self.tree.pool.page_size
+        for ok, problem in (
+            (self._requests.get(request.request_id) is request, "is not known"),
+            (request.status is not Status.FINISHED, "has finished"),
+            (any(request is other for other in (self.running if is_running else self.waiting)), "is misplaced"),
+            (is_running or request.num_pages == 0, "waits and holds pages"),
+            (is_running or request.num_computed_tokens == 0, "waits and counts computed tokens"),
+            (is_running or not rows, "waits and is in flight"),
+            (num_computed < request.num_tokens, "has nothing to compute"),
+            (num_computed <= request.num_reusable_tokens, "has computed tokens and not scored them"),
+            (request.num_due_tokens == num_due, "is to compute other tokens than are due"),
+            (request.num_computed_tokens <= request.num_due_tokens, "computes tokens that are not due"),
+            (request.num_computed_tokens <= num_slots, "has computed more than its pages hold"),
+            (
+                request.num_placeholders == sum(row.samples for row in rows),
+                "has placeholders that no step in flight fills",
+            ),
+            ([num_computed, *stops] == [*starts, request.num_computed_tokens], "has a gap between its steps"),
+        ):
+            if not ok:
+                raise AccountingError(f"request '{request.request_id}' {problem}")
 
     def _require_place(self) -> None:
         if self._max_num_waiting is None:
@@ -286,16 +321,21 @@ class Scheduler:
             for request in reversed(self.waiting[:NUM_PROTECTED]):
                 self.tree.touch(request.token_ids[: request.num_reusable_tokens])
 
-    def _grow(self) -> list[Request]:
-        """Give every running request pages for all its tokens, the most urgent first. The least urgent give way."""
+    def _grow(self) -> list[Request] | None:
+        """Give every running request pages for all its tokens, the most urgent first. The least urgent give way.
+
+        None: somebody would have to, but a step is in flight.
+        """
         preempted: list[Request] = []
         for request in [*self.running]:
             while request.status is Status.RUNNING and not self._extend(request):
+                if self._in_flight:
+                    return None
                 preempted.append(self._preempt(self.running[-1]))
         return preempted
 
     def _extend(self, request: Request) -> bool:
-        num_pages = self.tree.pool.pages_for(request.num_tokens)
+        num_pages = self.tree.pool.pages_for(request.num_due_tokens)
         if num_pages > request.num_pages:
             pages = self.tree.extend(num_pages - request.num_pages)
             if pages is None:
@@ -314,35 +354,36 @@ class Scheduler:
         self.counters.num_preemptions += 1
         return victim
 
-    def _admit(self) -> list[Request]:
+    def _admit(self) -> tuple[list[Request], list[PageCopy]]:
         """Grant pages to waiting requests in order, while a step has room for their tokens. Nobody overtakes."""
         admitted: list[Request] = []
+        copies: list[PageCopy] = []
+        if not self.waiting:
+            return admitted, copies
         room = self._composition.room(self.running)
-        while self.waiting and room > 0 and len(self.running) < self._max_num_seqs:
+        num_seats = self._max_num_seqs - sum(remaining(request) > 0 for request in self.running)
+        while self.waiting and room > 0 and len(admitted) < num_seats:
             request = self.waiting[0]
-            if not self._start(request):
+            grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens)
+            if grant is None:
                 self.counters.num_refusals += 1
                 break
+            self._start(request, grant)
             self.running.append(self.waiting.pop(0))
             admitted.append(request)
+            copies += [] if grant.copy is None else [grant.copy]
             room -= remaining(request)
-        return admitted
+        return admitted, copies
 
-    def _start(self, request: Request) -> bool:
-        grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens)
-        if grant is None:
-            return False
+    def _start(self, request: Request, grant: Grant) -> None:
         request.num_pages = len(grant.pages)
         request.page_table[: request.num_pages] = grant.pages
         request.num_computed_tokens = grant.num_cached_tokens
         request.status = Status.RUNNING
-        if grant.copy is not None:
-            self._copies.append(grant.copy)
         if request.request_id not in self._once_admitted:
             self._once_admitted.add(request.request_id)
             if not request.scores_prompt:
                 self._count_query(request, grant.num_cached_tokens)
-        return True
 
     def _count_query(self, request: Request, num_cached_tokens: int) -> None:
         request.num_cached_tokens = num_cached_tokens
@@ -351,18 +392,29 @@ class Scheduler:
         self.counters.num_queried_tokens += request.num_tokens
         self.counters.num_cached_tokens += num_cached_tokens
 
-    def _plan(self, shares: list[tuple[Request, int]]) -> StepPlan:
+    def _plan(
+        self, shares: list[tuple[Request, int]], admitted: Iterable[Request], copies: Iterable[PageCopy]
+    ) -> StepPlan:
         self._epoch += 1
-        rows = [self._row(request, num_tokens) for request, num_tokens in shares]
-        copies = tuple(self._copies)
-        if not self._grouping.enabled:
-            return StepPlan(self._epoch, tuple(rows), (), copies)
-        size = self.tree.pool.page_size
-        rows = [rows[i] for i in prefix_order(rows, size)]
-        groups = group_rows(rows, size, self._grouping.min_shared_tokens)
-        return StepPlan(self._epoch, tuple(rows), groups, copies)
+        before = self._in_flight[-1].plan.rows if self._in_flight else ()
+        index_before = {row.number: index for index, row in enumerate(before)}
+        rows = [self._row(request, num_tokens, index_before) for request, num_tokens in shares]
+        order: Sequence[int] = range(len(rows))
+        groups: tuple[PrefixGroup, ...] = ()
+        if self._grouping.enabled:
+            order, groups = arrange(rows, self.tree.pool.page_size, self._grouping.min_shared_tokens)
+        plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, tuple(copies))
+        self._in_flight.append(Flight(plan, tuple(shares[i][0] for i in order)))
+        for request, num_tokens in shares:
+            request.num_computed_tokens += num_tokens
+            if request.num_computed_tokens == request.num_due_tokens:
+                request.add_placeholder()
+            request.last_epoch = self._epoch
+        for request in admitted:  # scheduled or not: its copy is
+            request.last_epoch = self._epoch
+        return plan
 
-    def _row(self, request: Request, num_tokens: int) -> Row:
+    def _row(self, request: Request, num_tokens: int, index_before: Mapping[int, int]) -> Row:
         start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         return Row(
             request_id=request.request_id,
@@ -370,20 +422,24 @@ class Scheduler:
             token_ids=request.tokens[start:stop].copy(),
             num_computed_tokens=start,
             page_table=request.page_table[: self.tree.pool.pages_for(stop)].copy(),
-            samples=stop == request.num_tokens,
+            samples=stop == request.num_due_tokens,
             sampling=request.sampling,
-            num_output_tokens=request.num_output_tokens,
+            num_output_tokens=request.num_output_tokens + request.num_placeholders,
             target_ids=request.target_ids(start, stop),
+            follows=index_before[request.number] if request.num_placeholders else None,
         )
 
-    def _advance(self, request: Request, num_tokens: int) -> None:
-        """Count tokens as computed; pages that became full enter the tree, whose pages replace the request's own."""
+    def _enter(self, request: Request, row: Row) -> None:
+        """Pages that became full enter the tree, whose pages replace the request's own."""
         size = self.tree.pool.page_size
-        num_full_before = request.num_computed_tokens // size
-        request.num_computed_tokens += num_tokens
-        if request.num_computed_tokens // size > num_full_before:
-            kept = self.tree.insert(request.tokens[: request.num_computed_tokens], request.pages)
-            request.page_table[: len(kept)] = kept
+        if row.seq_len // size == row.num_computed_tokens // size:
+            return
+        flight = self._last_flight(request)
+        kept = self.tree.insert(request.tokens[: row.seq_len], request.pages, keep_replaced=flight is not None)
+        own = request.pages[: len(kept)]
+        if flight is not None and (is_replaced := own != kept).any():
+            flight.replaced.append(own[is_replaced])
+        own[:] = kept
 
     def _keep_scores(self, request: Request, row: Row, scores: Sequence[Logprobs]) -> None:
         if len(scores) != (0 if row.target_ids is None else len(row.target_ids)):
@@ -393,7 +449,7 @@ class Scheduler:
             request.prompt_logprobs[first : first + len(scores)] = scores
 
     def _append(self, request: Request, token_id: int) -> None:
-        request.append_token(token_id)
+        request.fill_placeholder(token_id)
         sampling = request.sampling
         is_eos = token_id in self._eos_token_ids and not sampling.ignore_eos
         if is_eos or token_id in sampling.stop_token_ids:
@@ -402,19 +458,35 @@ class Scheduler:
             self._end(request, FinishReason.LENGTH)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if request.status is Status.RUNNING:
-            self._release(request)
-            self.running.remove(request)
-        else:
+        if request.status is Status.WAITING:
             self.waiting.remove(request)
+        else:
+            self.running.remove(request)
+            if (flight := self._last_flight(request)) is not None:
+                flight.leaving.append(request)
+            else:
+                self._release(request)
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._once_admitted.discard(request.request_id)
 
+    def _last_flight(self, request: Request) -> Flight | None:
+        """The step in flight after which nothing touches the request's pages; None where nothing does now."""
+        return next((flight for flight in self._in_flight if flight.plan.epoch == request.last_epoch), None)
+
+    def _land(self, flight: Flight) -> None:
+        """The step has ended: what it alone still held is given back."""
+        for copy in flight.plan.copies:
+            self.tree.finish_copy(copy)
+        for pages in flight.replaced:
+            self.tree.release(pages)
+        for request in flight.leaving:
+            self._release(request)
+
     def _release(self, request: Request) -> None:
         """Leave all that a request has computed in the tree, its partial last page too, and give its pages back."""
-        computed = request.tokens[: request.num_computed_tokens]
-        kept = self.tree.insert(computed, request.pages, final=True)
+        num_known = min(request.num_computed_tokens, request.num_tokens)  # a token sampled after its end is not
+        kept = self.tree.insert(request.tokens[:num_known], request.pages, final=True)
         self.tree.release(np.concatenate([kept, request.pages[len(kept) :]]))
         request.num_pages = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
@@ -16,23 +17,39 @@ NUM_KEPT_STEPS = 4096
 
 @dataclass(slots=True)
 class StepTimes:
-    """Every step counted; the latest `NUM_KEPT_STEPS` remembered one by one."""
+    """Every step counted; the latest `NUM_KEPT_STEPS` remembered one by one.
+
+    What the host did for them: `schedule_s` planned, `launch_s` launched (where a device computes by itself; else the
+    computing is in it), `wait_s` waited for results, `update_s` took them in and told them. While steps overlap, a
+    device is kept busy as long as the host has to wait.
+    """
 
     num_steps: int = 0
     num_tokens: int = 0
     busy_s: float = 0.0
     recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_STEPS))
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    update_s: float = 0.0
+    ended_s: float = -math.inf  # the latest step
 
-    def add(self, num_tokens: int, began_s: float, ended_s: float) -> None:
+    def add(self, num_tokens: int, launched_s: float, ended_s: float) -> None:
+        """A step: from its launch, or the end of the step before it where that came later, to its end."""
+        step_s = ended_s - max(launched_s, self.ended_s)
+        self.ended_s = ended_s
         self.num_steps += 1
         self.num_tokens += num_tokens
-        self.busy_s += ended_s - began_s
-        self.recent_s.append(ended_s - began_s)
+        self.busy_s += step_s
+        self.recent_s.append(step_s)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Since the engine's start or its last `reconfigure`; pages and requests as they are now."""
+    """Since the engine's start or its last `reconfigure`; pages and requests as they are now.
+
+    `schedule_s` to `update_s`: the host's part, see `StepTimes`.
+    """
 
     num_waiting: int
     num_running: int
@@ -51,6 +68,10 @@ class EngineStats:
     step_p50_s: float | None
     step_p99_s: float | None
     step_max_s: float | None
+    schedule_s: float = 0.0
+    launch_s: float = 0.0
+    wait_s: float = 0.0
+    update_s: float = 0.0
 
     @classmethod
     def of(cls, scheduler: Scheduler, pool: PagePool, steps: StepTimes) -> Self:
@@ -76,6 +97,10 @@ class EngineStats:
             step_p50_s=p50,
             step_p99_s=p99,
             step_max_s=longest,
+            schedule_s=steps.schedule_s,
+            launch_s=steps.launch_s,
+            wait_s=steps.wait_s,
+            update_s=steps.update_s,
         )
 
     def as_dict(self) -> dict[str, Any]:

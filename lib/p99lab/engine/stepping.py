@@ -37,6 +37,10 @@ class StepLoop:
         self._thread = threading.Thread(target=self._run, name="p99lab-step-loop")
         self._thread.start()
 
+    def submit(self, command: Command) -> None:
+        """Have `command` applied before the next step, after those submitted so far."""
+        self._inbox.put(command)
+
     def stop(self) -> None:
         """End the thread, after the step in hand and the commands submitted so far. Does not wait for it."""
         self._inbox.put(None)

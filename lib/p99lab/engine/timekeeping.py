@@ -1,31 +1,54 @@
-"""Who is charged for a stretch of the engine's time: see `Timeline` for the shares."""
+"""Who is charged for a stretch of the engine's time: see `Timeline` for the shares.
+
+Steps run one after the other. One that was launched while another ran begins when that one has ended.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from p99lab.engine.plan import StepPlan
-from p99lab.engine.request import Share
+from p99lab.engine.request import Request, Share, Status
 from p99lab.engine.scheduler import Turn
 
 
-def book_host_time(turn: Turn, now_s: float) -> None:
-    """The time up to the start of a step, once it is planned."""
+def book_launch(turn: Turn, now_s: float, is_idle: bool) -> None:
+    """The time up to a step's launch; `is_idle`: no other step was running. Else that one's end books it."""
     admitted = set(turn.admitted)
     for request in turn.preempted:
         request.timeline.book(Share.SCHEDULING, now_s)
         request.timeline.num_preemptions += 1
     for request in turn.running:
         timeline = request.timeline
-        timeline.book(Share.QUEUE if request in admitted else Share.SCHEDULING, now_s)
+        if request in admitted:
+            timeline.book(Share.QUEUE, now_s)
+        elif is_idle:
+            timeline.book(Share.SCHEDULING, now_s)
         if timeline.admitted_s is None:
             timeline.admitted_s = now_s
 
 
-def book_step(turn: Turn, plan: StepPlan, now_s: float) -> None:
-    """The time of a step, before its result is taken in."""
-    scheduled = {row.request_id for row in plan.rows}
-    for request in turn.running:
-        if request.request_id not in scheduled:
-            share = Share.STALLED
-        else:
-            share = Share.PREFILL if request.is_prefill else Share.DECODE
-        request.timeline.book(share, now_s)
+def book_step(running: Iterable[Request], plan: StepPlan, now_s: float) -> None:
+    """The time of a step, when it has ended and its result is not taken in; `running` hold pages."""
+    starts = {row.number: row.num_computed_tokens for row in plan.rows}
+    for request in running:
+        request.timeline.book(_share(request, starts.get(request.number)), now_s)
+
+
+def book_end(request: Request, running: StepPlan | None, now_s: float) -> None:
+    """The time up to an end that comes from outside, perhaps while a step runs."""
+    if request.status is not Status.RUNNING:
+        share = Share.QUEUE
+    elif running is None:
+        share = Share.SCHEDULING
+    else:
+        starts = (row.num_computed_tokens for row in running.rows if row.number == request.number)
+        share = _share(request, next(starts, None))
+    request.timeline.book(share, now_s)
+
+
+def _share(request: Request, start: int | None) -> Share:
+    """What a step was to a request that computed tokens from `start` on in it (None: no tokens)."""
+    if start is None:
+        return Share.STALLED
+    return Share.PREFILL if start < request.num_prompt_tokens else Share.DECODE

@@ -2,42 +2,36 @@
 
 All arms run on one engine over one page pool. Before every block the cache is brought to the state the block declares
 (`primed`: the documents and nothing else; `cold`: switched off), and the hit counters are checked against it
-afterwards. Blocks of all arms are interleaved in seeded random order, so that drift of the machine falls on all alike.
-A block is a work unit: a resumed run takes over those that are finished and measures the others.
+afterwards. Blocks of all arms are interleaved in seeded random order, so that drift of the machine falls on all alike;
+a peer's come before them, because two engines do not share a device. A block is a work unit: a resumed run takes over
+those that are finished and measures the others.
 """
 
 from __future__ import annotations
 
-import math
-import random
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, ModelConfig, SchedulerConfig
+from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig
 from p99lab.engine.request import IntArray
 from p99lab.errors import AccountingError
 from p99lab.lab import headline_units
-from p99lab.lab.headline_clients import Clients, Stretch, clients, in_a_loop_of_its_own
+from p99lab.lab.headline_arms import ARMS, BASELINE, Arm, full_set, long_arms, why_not
+from p99lab.lab.headline_clients import Asked, Clients, Stretch, clients, in_a_loop_of_its_own, peer_clients
+from p99lab.lab.headline_loads import Planned, all_loads, closed_load, open_load, plan, skipped
 from p99lab.lab.headline_units import Measurement
 from p99lab.lab.parameters import Headline01
 from p99lab.lab.units import Unit, Units
-from p99lab.probe.documents import Document
+from p99lab.lab.vllm_server import PeerError, spec_of
 from p99lab.probe.load import Run
 from p99lab.probe.records import RequestRecord, to_table
 from p99lab.probe.stats import Distribution, Summary, measured, metric_values, summarise
 from p99lab.probe.targets import InProcessTarget, shared_interpreter
-from p99lab.probe.workload import (
-    CacheState,
-    ClosedLoad,
-    Load,
-    OpenLoad,
-    Workload,
-    digest,
-    make_documents,
-)
+from p99lab.probe.workload import ClosedLoad, Load, OpenLoad, digest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -45,62 +39,28 @@ if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
     from p99lab.engine.stats import EngineStats
 
-LoadKind = Literal["closed", "open"]
 OnBlock = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One more measure than the arm before it. `share`: of the parameters' closed requests it is given."""
-
-    name: str
-    adds: str
-    composition: Literal["stock", "chunked"] = "chunked"
-    prefix_cache: bool = True
-    groups: bool = False
-    built: bool = True
-
-    @property
-    def cache_state(self) -> CacheState:
-        return "primed" if self.prefix_cache else "cold"
-
-    def scheduler(self, parameters: Headline01) -> SchedulerConfig:
-        """`stock` takes prompts whole; `chunked` cuts them to `chunk_tokens` a step."""
-        whole = parameters.document_tokens_max + parameters.question_tokens_max
-        return SchedulerConfig(
-            composition=self.composition,
-            max_num_batched_tokens=whole if self.composition == "stock" else parameters.chunk_tokens,
-            max_num_seqs=parameters.max_num_seqs,
-        )
-
-
-ARMS = (
-    Arm("no cache", "every prompt computed whole", composition="stock", prefix_cache=False),
-    Arm("stock", "a prefix cache; whole prompts first, decode when none waits", composition="stock"),
-    Arm("+chunked", "decode in every step, prompts in chunks beside it"),
-    Arm("+shared-prefix groups", "a document's keys and values read once a step for all its requests", groups=True),
-    Arm("+graphs and overlap", "CUDA graphs; the next step planned while one runs", built=False),
-    Arm("+tiers and warm-up", "host and disk tiers, documents warmed before their traffic", built=False),
-    Arm("+isolation and priority", "lanes of their own for urgent and bulk work", built=False),
-)
 NOTEBOOK = "01_headline_p99"
-BASELINE = "stock"
-FULL = [arm.name for arm in ARMS if arm.built][-1]
-WEIGHT_WITHOUT_CACHE = 20.0  # a request that computes its document takes about as long as so many that find it
-LONG_ARMS = (BASELINE, FULL)  # with enough requests for a P99, and an open load
+NO_PEER = "no arm but the engine's own"
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One arm under one load, without a pause. `stats`: the engine's counters over the block, warm-up included."""
+    """One arm under one load, without a pause.
+
+    `load`: its name. `run`: without the cold documents of a churn, which are in `cold`. `stats`: the engine's counters
+    over the block, warm-up included; None of a peer. `rate`: requests per second that an open load offered.
+    """
 
     arm: Arm
-    load: LoadKind
+    load: str
     number: int
     order: int  # in which the blocks ran
     run: Run
     summary: Summary
-    stats: EngineStats
+    stats: EngineStats | None
+    rate: float | None = None
+    cold: tuple[RequestRecord, ...] = ()
 
     @property
     def used(self) -> list[RequestRecord]:
@@ -114,7 +74,7 @@ class Cell:
     """All blocks of one arm under one load, taken together."""
 
     arm: Arm
-    load: LoadKind
+    load: str
     blocks: tuple[Block, ...]
 
     @property
@@ -141,23 +101,46 @@ class Cell:
 class Headline:
     """All that was measured; `headline_tables` shows it, `headline_figures` judges claims by it.
 
-    `geometry`, `workload_digest` and `document_tokens` say what was run; `open_rate` is in requests per second.
+    `geometry`, `workload_digest`, `document_tokens` and `ids` say what was run. `left_out`: why an arm, or an arm under
+    a load (`arm: load`), was not run after all.
     """
 
     parameters: Headline01
     geometry: str
     workload_digest: str
     document_tokens: tuple[int, ...]
-    open_rate: float | None
+    ids: str
+    left_out: dict[str, str]
     blocks: tuple[Block, ...] = field(repr=False)
 
-    def cells(self, load: LoadKind) -> list[Cell]:
+    @property
+    def loads(self) -> list[str]:
+        """The names of the loads that were run, the closed one first."""
+        run = {block.load for block in self.blocks}
+        known = [load.name for load in all_loads(self.parameters)]
+        return [name for name in known if name in run] + sorted(run.difference(known))
+
+    @property
+    def full(self) -> Arm | None:
+        """The arm that has every measure that was tried."""
+        return full_set(self.parameters)
+
+    @property
+    def open_rate(self) -> float | None:
+        """Of the open load whose rate is common to all arms."""
+        return next((block.rate for block in self.blocks if block.load == "open"), None)
+
+    def cells(self, load: str) -> list[Cell]:
         """By arm, in the order of `ARMS`; arms that did not run are left out."""
         found = [(arm, tuple(b for b in self.blocks if b.load == load and b.arm == arm)) for arm in ARMS]
         return [Cell(arm, load, blocks) for arm, blocks in found if blocks]
 
-    def cell(self, arm: str, load: LoadKind = "closed") -> Cell:
-        return next(cell for cell in self.cells(load) if cell.arm.name == arm)
+    def all_cells(self) -> list[Cell]:
+        return [cell for load in self.loads for cell in self.cells(load)]
+
+    def cell(self, arm: str, load: str = "closed") -> Cell | None:
+        """None where it was not run."""
+        return next((cell for cell in self.cells(load) if cell.arm.name == arm), None)
 
     def requests(self) -> pa.Table:
         """Every request of every block, all phases."""
@@ -165,7 +148,7 @@ class Headline:
 
         tables = [
             to_table(
-                block.run.records,
+                (*block.run.records, *block.cold),
                 arm=block.arm.name,
                 load=block.load,
                 block=f"{block.number}",
@@ -177,7 +160,7 @@ class Headline:
 
 
 def run(parameters: Headline01, on_block: OnBlock | None = None, units: Units | None = None) -> Headline:
-    """Prime one engine and run all blocks on it. Minutes.
+    """Prime one engine and run all blocks on it, and before that a peer's on the peer. Minutes.
 
     Args:
         on_block: told what begins, one line per block.
@@ -185,225 +168,244 @@ def run(parameters: Headline01, on_block: OnBlock | None = None, units: Units | 
 
     Raises:
         ModelError: the model cannot be used.
+        BadParameterError: there is no vLLM where the parameters say that it is.
     """
+    experiment = _Experiment(parameters, Asked.of(parameters), on_block or (lambda line: None), units)
+    with _threads(parameters), shared_interpreter():
+        experiment.run()
+    return experiment.outcome()
+
+
+@contextlib.contextmanager
+def _threads(parameters: Headline01) -> Iterator[None]:
+    """Torch's threads as the parameters have them, and as they were on leaving."""
     import torch
 
-    from p99lab.engine.engine import Engine
-
-    threads_before = torch.get_num_threads()
-    torch.set_num_threads(parameters.threads or max(1, threads_before - 1))
+    before = torch.get_num_threads()
+    torch.set_num_threads(parameters.threads or max(1, before - 1))
     try:
-        with shared_interpreter(), Engine(_engine_config(parameters)) as engine:
-            target, workload = InProcessTarget(engine, parameters.model), _workload(parameters)
-            documents = make_documents(workload, target.tokenize)
-            with clients(parameters, engine, workload, documents) as sending:
-                experiment = _Experiment(parameters, engine, sending, documents, on_block or (lambda line: None), units)
-                return experiment.run()
+        yield
     finally:
-        torch.set_num_threads(threads_before)
-
-
-@dataclass(frozen=True, slots=True)
-class _Planned:
-    """A block that is still to run. `weight`: its share of the time, in closed requests over primed documents."""
-
-    arm: Arm
-    load: LoadKind
-    number: int
-    num_requests: int
-    weight: float
-
-    @property
-    def name(self) -> str:
-        """Its work unit's."""
-        return f"{self.load}.{self.arm.name.replace(' ', '-')}.{self.number + 1}"
-
-    def __str__(self) -> str:
-        return f"{self.load} load, {self.arm.name}, block {self.number + 1}"
+        torch.set_num_threads(before)
 
 
 class _Experiment:
-    """One run of the notebook: an engine, its clients, the documents, and the queries that every arm is sent."""
+    """One run of the notebook: its targets, their clients, the documents, and the queries that every arm is sent."""
 
-    def __init__(
-        self,
-        parameters: Headline01,
-        engine: Engine,
-        sending: Clients,
-        documents: tuple[Document, ...],
-        tell: OnBlock,
-        units: Units | None,
-    ) -> None:
+    def __init__(self, parameters: Headline01, asked: Asked, tell: OnBlock, units: Units | None) -> None:
         self._parameters = parameters
-        self._engine = engine
-        self._clients = sending
-        self._documents = documents
+        self._asked = asked
         self._tell = tell
         self._units = units
-        self._plan = _plan(parameters)
+        self._plan = plan(parameters)
         self._restored = _finished(self._plan, units)
-        self._workload = _workload(parameters)
         self._blocks: list[Block] = []
+        self._left_out: dict[str, str] = {}
         self._left_s = parameters.max_measuring_s
 
-    def run(self) -> Headline:
-        if len(self._restored) < len(self._plan):
-            self._tell(f"priming {len(self._documents)} documents")
-            self._prime()
-            self._warm_up()
-        for place, planned in enumerate(self._plan):
-            if (unit := self._restored.get(planned.name)) is not None:
-                self._restore(planned, unit)
-                continue
-            share = planned.weight / sum(later.weight for later in self._plan[place:])
-            self._measure(planned, limit_s=max(1.0, self._left_s * share))
+    def run(self) -> None:
+        own = [planned for planned in self._plan if not planned.arm.is_peer]
+        if self._peers:
+            self._run_peer(self._peers)
+        if self._to_measure(own):
+            self._run_engine(own)
+        else:
+            self._run_blocks(own, None)
+
+    def outcome(self) -> Headline:
         return Headline(
             parameters=self._parameters,
             geometry=self._parameters.model.removeprefix("dummy:"),
-            workload_digest=digest(self._workload, self._documents),
-            document_tokens=tuple(document.passage.num_tokens for document in self._documents),
-            open_rate=self._open_rate if self._parameters.open_requests else None,
+            workload_digest=digest(self._asked.workload, self._asked.documents),
+            document_tokens=tuple(document.passage.num_tokens for document in self._asked.documents),
+            ids=self._asked.source,
+            left_out=self._left_out,
             blocks=tuple(self._blocks),
         )
 
-    def _prime(self) -> None:
-        """In this process under either transport: it fills the cache, and is not measured."""
-        in_a_loop_of_its_own(InProcessTarget(self._engine, self._parameters.model).prime(self._documents))
+    @property
+    def _peers(self) -> list[Planned]:
+        return [planned for planned in self._plan if planned.arm.is_peer]
 
-    def _warm_up(self) -> None:
+    def _to_measure(self, blocks: Sequence[Planned]) -> list[Planned]:
+        return [planned for planned in blocks if planned.name not in self._restored]
+
+    # --- targets ----------------------------------------------------------------------------------------------------
+
+    def _run_peer(self, blocks: Sequence[Planned]) -> None:
+        """A peer that cannot be started leaves its arm out; the page says why."""
+        name, parameters = blocks[0].arm.name, self._parameters
+        spec = spec_of(parameters.vllm_site, parameters.vllm_model, parameters.vllm_arguments)
+        if spec is None or not self._to_measure(blocks):
+            self._run_blocks(blocks, None)
+            return
+        self._tell(f"starting {name}")
+        try:
+            with peer_clients(spec, self._asked) as sending:
+                self._tell(f"priming {len(self._asked.documents)} documents, {name}")
+                sending.prime()
+                self._warm_up(sending)
+                self._run_blocks(blocks, _Target(sending, None))
+        except PeerError as error:
+            self._left_out[name] = f"not run: {error}"
+            self._tell(f"{name} {self._left_out[name]}")
+
+    def _run_engine(self, blocks: Sequence[Planned]) -> None:
+        from p99lab.engine.engine import Engine
+
+        parameters = self._parameters
+        with Engine(_engine_config(parameters)) as engine, clients(parameters, engine, self._asked) as sending:
+            self._tell(f"priming {len(self._asked.documents)} documents")
+            in_a_loop_of_its_own(InProcessTarget(engine, parameters.model).prime(self._asked.documents))
+            for arm in long_arms(parameters):
+                if not arm.is_peer and parameters.warmup_requests:
+                    self._tell(f"warming up, {arm.name}")
+                    self._configure(engine, arm)
+                    self._warm_up(sending)
+            self._run_blocks(blocks, _Target(sending, engine))
+
+    def _warm_up(self, sending: Clients) -> None:
         """Questions of their own, not measured: kernels are built when a step of a new size first comes."""
-        others = self._workload.model_copy(update={"seed": self._parameters.seed + 1})
         num_requests = self._parameters.warmup_requests
-        for name in LONG_ARMS if num_requests else ():
-            self._tell(f"warming up, {name}")
-            self._configure(_arm(name))
+        if num_requests:
+            others = self._asked.workload.model_copy(update={"seed": self._parameters.seed + 1})
             load = ClosedLoad(num_requests=num_requests, concurrency=self._parameters.concurrency)
-            self._clients.drive(load, Stretch(others, 0, None))
+            sending.drive(load, Stretch(others, 0, None))
 
-    def _restore(self, planned: _Planned, unit: Unit) -> None:
+    def _configure(self, engine: Engine, arm: Arm) -> None:
+        """Schedule as the arm does, over a cache that holds the documents and nothing else."""
+        engine.quiesce()
+        engine.reconfigure(
+            scheduler=arm.scheduler(self._parameters),
+            grouping=arm.grouping,
+            graphs=arm.graphs_config(self._parameters),
+            prefix_cache=arm.prefix_cache,
+        )
+        if arm.prefix_cache:
+            engine.forget_except([_ids(document.passage.token_ids) for document in self._asked.documents])
+
+    # --- blocks -----------------------------------------------------------------------------------------------------
+
+    def _run_blocks(self, blocks: Sequence[Planned], target: _Target | None) -> None:
+        """Without a target every block has been measured before."""
+        for place, planned in enumerate(blocks):
+            if (unit := self._restored.get(planned.name)) is not None:
+                self._restore(planned, unit)
+            elif (reason := skipped(planned, self._capacities)) is not None:
+                self._left_out[f"{planned.arm.name}: {planned.load.name}"] = reason
+                self._tell(f"{planned}, {reason}")
+            elif target is not None:
+                self._measure(planned, target, self._limit_s(planned, blocks[place:]))
+
+    def _limit_s(self, planned: Planned, left: Sequence[Planned]) -> float:
+        """A block's own seconds, or its share of what is left, whichever ends first."""
+        later = [other for other in self._peers if other not in left and planned.arm.is_peer is other.arm.is_peer]
+        weights = sum(other.weight for other in (*left, *(() if planned.arm.is_peer else later)))
+        share_s = max(1.0, self._left_s * planned.weight / weights)
+        return share_s if planned.duration_s is None else min(planned.duration_s, share_s)
+
+    def _restore(self, planned: Planned, unit: Unit) -> None:
         self._tell(f"{planned}, restored from run {unit.manifest.run_id}")
         self._left_s -= unit.seconds
         self._keep(planned, headline_units.read(unit))
 
-    def _measure(self, planned: _Planned, limit_s: float) -> None:
+    def _measure(self, planned: Planned, target: _Target, limit_s: float) -> None:
         self._tell(f"{planned}, at most {limit_s:.0f} s")
-        self._configure(planned.arm)
-        load = self._closed_load(planned, limit_s) if planned.load == "closed" else self._open_load(planned, limit_s)
-        run = self._clients.drive(load, self._stretch(load, planned))
+        if target.engine is not None:
+            self._configure(target.engine, planned.arm)
+        load = self._load(planned, limit_s)
+        run = target.clients.drive(load, self._stretch(load, planned))
         seconds = max((record.end_s for record in run.records), default=0.0)  # without what was made beforehand
         self._left_s -= seconds
-        measurement = Measurement(load, run, self._engine.stats())
+        measurement = Measurement(load, run, None if target.engine is None else target.engine.stats())
         if self._units is not None:
             self._units.finish(planned.name, headline_units.files(measurement), seconds)
         self._keep(planned, measurement)
 
-    def _keep(self, planned: _Planned, made: Measurement) -> None:
-        summary, order = summarise(made.run, made.load), len(self._blocks)
-        self._blocks.append(Block(planned.arm, planned.load, planned.number, order, made.run, summary, made.stats))
-
-    def _configure(self, arm: Arm) -> None:
-        """Schedule as the arm does, over a cache that holds the documents and nothing else."""
-        engine = self._engine
-        engine.quiesce()
-        engine.reconfigure(
-            arm.scheduler(self._parameters), GroupingConfig(enabled=arm.groups), prefix_cache=arm.prefix_cache
+    def _keep(self, planned: Planned, made: Measurement) -> None:
+        usual, cold = _apart(made.run, len(self._asked.documents))
+        self._blocks.append(
+            Block(
+                arm=planned.arm,
+                load=planned.load.name,
+                number=planned.number,
+                order=len(self._blocks),
+                run=usual,
+                summary=summarise(usual, made.load),
+                stats=made.stats,
+                rate=made.load.rate if isinstance(made.load, OpenLoad) else None,
+                cold=cold,
+            )
         )
-        if arm.prefix_cache:
-            engine.forget_except([_ids(document.passage.token_ids) for document in self._documents])
 
-    def _stretch(self, load: Load, planned: _Planned) -> Stretch:
-        """The block's part of the queries, which begins alike for every arm."""
+    def _load(self, planned: Planned, limit_s: float) -> Load:
+        if planned.load.kind == "closed":
+            return closed_load(planned, self._parameters, limit_s)
+        rate = planned.load.rate(planned.arm, self._capacities)
+        return open_load(planned, self._parameters, rate, limit_s)
+
+    def _stretch(self, load: Load, planned: Planned) -> Stretch:
+        """The block's part of the queries. Where requests are counted, what can be needed is made before it begins."""
+        if planned.num_requests is None:
+            return Stretch(self._asked.workload, planned.first_query, None)
         concurrency = self._parameters.concurrency
         num_sent = planned.num_requests + load.num_warmup_requests(concurrency)
         if planned.arm.prefix_cache:  # the load is kept up until the last measured one is answered
             num_sent += 8 * concurrency
-        longest = math.ceil(self._parameters.requests_for_p99 / self._parameters.num_blocks)
-        return Stretch(self._workload, planned.number * (2 * longest + 16 * concurrency), num_sent)
-
-    def _closed_load(self, planned: _Planned, limit_s: float) -> ClosedLoad:
-        return ClosedLoad(
-            num_requests=planned.num_requests,
-            duration_s=limit_s,
-            concurrency=self._parameters.concurrency,
-            warmup_share=0.1 if planned.arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
-            cache=planned.arm.cache_state,
-        )
-
-    def _open_load(self, planned: _Planned, limit_s: float) -> OpenLoad:
-        return OpenLoad(num_requests=planned.num_requests, duration_s=limit_s, rate=self._open_rate, cache="primed")
+        return Stretch(self._asked.workload, planned.first_query, num_sent)
 
     @property
-    def _open_rate(self) -> float:
-        """A share of what `stock` can answer at most, the same for all arms, in requests per second."""
-        rates = [b.summary.requests_per_s or 0.0 for b in self._blocks if (b.arm.name, b.load) == (BASELINE, "closed")]
-        return self._parameters.open_share * sum(rates) / len(rates)
+    def _capacities(self) -> dict[str, float]:
+        """What each arm has answered under the closed load so far, requests per second."""
+        found: dict[str, list[float]] = {}
+        for block in self._blocks:
+            if block.load == "closed":
+                found.setdefault(block.arm.name, []).append(block.summary.requests_per_s or 0.0)
+        return {name: sum(rates) / len(rates) for name, rates in found.items()}
 
 
-def _plan(parameters: Headline01) -> list[_Planned]:
-    """Closed blocks of all arms in seeded random order, then the open ones, whose rate the closed ones decide."""
-    closed = [_closed_block(arm, number, parameters) for arm in ARMS for number in range(_num_blocks(arm, parameters))]
-    random.Random(parameters.seed).shuffle(closed)
-    num_open = parameters.open_requests
-    pace = 1.0 / parameters.open_share  # an open load is answered no faster than it arrives
-    opened = [_Planned(_arm(name), "open", 0, num_open, num_open * pace) for name in LONG_ARMS if num_open]
-    return closed + opened
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a block is sent to. `engine`: None of a peer, which cannot be told how to schedule."""
+
+    clients: Clients
+    engine: Engine | None
 
 
-def _finished(plan: Iterable[_Planned], units: Units | None) -> dict[str, Unit]:
+def _apart(run: Run, num_documents: int) -> tuple[Run, tuple[RequestRecord, ...]]:
+    """The run without the cold documents of a churn, and those; they are numbered from `num_documents` on."""
+    cold = tuple(record for record in run.records if record.document >= num_documents)
+    if not cold:
+        return run, ()
+    return replace(run, records=tuple(record for record in run.records if record.document < num_documents)), cold
+
+
+def _finished(blocks: Sequence[Planned], units: Units | None) -> dict[str, Unit]:
     """The blocks that need not be measured again, by the names of their units."""
     if units is None:
         return {}
-    return {planned.name: unit for planned in plan if (unit := units.get(planned.name)) is not None}
-
-
-def _closed_block(arm: Arm, number: int, parameters: Headline01) -> _Planned:
-    num_requests = math.ceil(_num_requests(arm, parameters) / _num_blocks(arm, parameters))
-    weight = num_requests if arm.prefix_cache else num_requests * WEIGHT_WITHOUT_CACHE
-    return _Planned(arm, "closed", number, num_requests, weight)
+    return {planned.name: unit for planned in blocks if (unit := units.get(planned.name)) is not None}
 
 
 def _engine_config(parameters: Headline01) -> EngineConfig:
-    """A pool that holds the documents, every client's private pages, and as much again for what has been answered."""
-    page_size = CacheConfig().page_size
-    document_pages = -(-parameters.document_tokens_max // page_size)
-    private_tokens = parameters.question_tokens_max + parameters.answer_tokens_max
-    client_pages = document_pages + -(-private_tokens // page_size) + 1  # without a cache it holds its document too
-    return EngineConfig(
+    """The full set's: it primes the documents. On a GPU the pool takes what memory is left."""
+    base = EngineConfig(
         model=ModelConfig(name=parameters.model, dtype=parameters.dtype, device=parameters.device),
-        cache=CacheConfig(
-            page_size=page_size,
-            num_pages=document_pages * parameters.num_documents + 2 * client_pages * parameters.concurrency,
-        ),
+        cache=CacheConfig(num_pages=None if parameters.on_gpu else _num_pages(parameters)),
     )
+    arm = full_set(parameters) or next(arm for arm in ARMS if arm.name == "+chunked")
+    return arm.engine_config(base, parameters)
 
 
-def _workload(parameters: Headline01) -> Workload:
-    return Workload.parse(
-        {
-            "num_documents": parameters.num_documents,
-            "document_tokens": (parameters.document_tokens_min, parameters.document_tokens_max),
-            "question_tokens": (parameters.question_tokens_min, parameters.question_tokens_max),
-            "answer_tokens": (parameters.answer_tokens_min, parameters.answer_tokens_max),
-            "vocab_size": parameters.random_tokens,
-            "seed": parameters.seed,
-        }
-    )
-
-
-def _num_requests(arm: Arm, parameters: Headline01) -> int:
-    if not arm.prefix_cache:
-        return parameters.requests_without_cache
-    return parameters.requests_for_p99 if arm.name in LONG_ARMS else parameters.requests_for_p90
-
-
-def _num_blocks(arm: Arm, parameters: Headline01) -> int:
-    if not arm.built:
-        return 0
-    return parameters.num_blocks if arm.prefix_cache else 1
-
-
-def _arm(name: str) -> Arm:
-    return next(arm for arm in ARMS if arm.name == name)
+def _num_pages(parameters: Headline01) -> int:
+    """The documents, every client's private pages, and as much again for what has been answered; with churn room for
+    two cold documents besides."""
+    page_size = CacheConfig().page_size
+    documents, questions, answers = parameters.lengths
+    document_pages = -(-documents[1] // page_size)
+    client_pages = document_pages + -(-(questions[1] + answers[1]) // page_size) + 1  # without a cache: its document too
+    num_documents = parameters.num_documents + 2 * bool(parameters.cold_documents)
+    return document_pages * num_documents + 2 * client_pages * parameters.concurrency
 
 
 def _ids(token_ids: IntArray | None) -> IntArray:

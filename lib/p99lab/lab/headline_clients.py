@@ -1,28 +1,39 @@
-"""Notebook 01's clients: in the engine's process, or in one of their own over HTTP. Same queries, same token ids."""
+"""Notebook 01's clients: in the engine's process, or in one of their own over HTTP. Same queries, same token ids.
+
+A peer gets the clients that we get over HTTP: the same process, the same transport, one after the other.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import itertools
+import os
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from p99lab.errors import ModelError
 from p99lab.lab.parameters import Headline01
+from p99lab.lab.vllm_server import MODEL as PEER_MODEL
+from p99lab.lab.vllm_server import VllmSpec, vllm_server
 from p99lab.probe.client_process import ClientJob, ClientProcess
 from p99lab.probe.command import NO_KEY
-from p99lab.probe.documents import Document
+from p99lab.probe.documents import Document, Tokenize
 from p99lab.probe.load import Run, drive
 from p99lab.probe.targets import InProcessTarget, TargetSpec
-from p99lab.probe.workload import Load, Workload, queries
+from p99lab.probe.tokenizer import load_tokenize
+from p99lab.probe.workload import ClosedLoad, Load, Workload, make_documents, queries
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
 
 T = TypeVar("T")
+OUR_MODEL = "engine"  # its name to clients
+MAX_GATEWAYS = 4
+CORES_A_GATEWAY = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +45,59 @@ class Stretch:
     num_queries: int | None  # None: as many as the load takes
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a run asks about. `tokenizer`: whose ids the documents' text became; None: they are random ids."""
+
+    workload: Workload
+    documents: tuple[Document, ...]
+    tokenizer: str | None
+    tokenize: Tokenize | None
+
+    @classmethod
+    def of(cls, parameters: Headline01) -> Asked:
+        """The documents that a run's parameters describe.
+
+        Raises:
+            ModelError: their tokenizer is not on this machine, and no random ids may stand for text.
+        """
+        tokenizer, tokenize = _tokenizer(parameters)
+        documents, questions, answers = parameters.lengths
+        workload = Workload(
+            num_documents=parameters.num_documents,
+            document_tokens=documents,
+            question_tokens=questions,
+            answer_tokens=answers,
+            vocab_size=None if tokenizer else parameters.random_tokens,
+            seed=parameters.seed,
+        )
+        return cls(workload, make_documents(workload, tokenize), tokenizer, tokenize)
+
+    @property
+    def source(self) -> str:
+        """What the ids are, in words."""
+        if self.tokenizer is not None:
+            return f"text of the Python standard library, tokenised by {self.tokenizer}"
+        return f"seeded random ids below {self.workload.vocab_size}"
+
+
+def _tokenizer(parameters: Headline01) -> tuple[str | None, Tokenize | None]:
+    """The one that is wanted; none where random ids are, or may stand for it."""
+    name = parameters.tokenizer
+    if name is None and parameters.random_tokens is None:
+        name = parameters.model
+    if name is None:
+        return None, None
+    try:
+        return name, load_tokenize(name)
+    except ModelError:
+        if parameters.random_tokens is None:
+            raise
+        return None, None
+
+
 class Clients(Protocol):
-    """They send one load after another to an engine that is primed already."""
+    """They send one load after another to a target that is primed already."""
 
     def drive(self, load: Load, stretch: Stretch) -> Run: ...
 
@@ -45,10 +107,10 @@ class ClientsHere:
     """No transport: what clients do is inside the figures. Queries are made before the load begins."""
 
     target: InProcessTarget
-    documents: tuple[Document, ...]
+    asked: Asked
 
     def drive(self, load: Load, stretch: Stretch) -> Run:
-        endless = queries(stretch.workload, self.documents, load, self.target.tokenize, stretch.first)
+        endless = queries(stretch.workload, self.asked.documents, load, self.asked.tokenize, stretch.first)
         if stretch.num_queries is None:
             return in_a_loop_of_its_own(drive(self.target, load, endless))
         sent = list(itertools.islice(endless, stretch.num_queries))
@@ -61,36 +123,63 @@ class ClientsThere:
 
     process: ClientProcess
     endpoint: TargetSpec
-    workload: Workload
-    tokenizer: str | None
+    asked: Asked
 
     def drive(self, load: Load, stretch: Stretch) -> Run:
-        job = ClientJob(
+        return self.process.run(self._job(load, stretch))
+
+    def prime(self) -> None:
+        """Send each document once, and one question."""
+        load = ClosedLoad(num_requests=1, concurrency=1, warmup_share=0.0, cache="mixed")
+        others = self.asked.workload.model_copy(update={"seed": self.asked.workload.seed + 1})
+        self.process.run(self._job(load, Stretch(others, 0, None)).model_copy(update={"prime": True}))
+
+    def _job(self, load: Load, stretch: Stretch) -> ClientJob:
+        return ClientJob(
             target=self.endpoint,
-            workload=self.workload,
+            workload=self.asked.workload,
             load=load,
-            tokenizer=self.tokenizer,
+            tokenizer=self.asked.tokenizer,
             asked=stretch.workload,
             first_query=stretch.first,
             num_queries=stretch.num_queries,
         )
-        return self.process.run(job)
 
 
 @contextlib.contextmanager
-def clients(
-    parameters: Headline01, engine: Engine, workload: Workload, documents: tuple[Document, ...]
-) -> Iterator[Clients]:
+def clients(parameters: Headline01, engine: Engine, asked: Asked) -> Iterator[Clients]:
     """The clients that `parameters.transport` asks for; what was started for them is gone on leaving."""
     if parameters.transport == "in-process":
-        yield ClientsHere(InProcessTarget(engine, parameters.model), documents)
+        yield ClientsHere(InProcessTarget(engine, parameters.model), asked)
         return
-    from p99lab.serving.background import serve_in_thread
+    with served(engine) as url, ClientProcess() as process:
+        yield ClientsThere(process, endpoint(url, OUR_MODEL), asked)
 
-    tokenizer = parameters.model if parameters.random_tokens is None else None
-    with serve_in_thread(engine, model="engine") as url, ClientProcess() as process:
-        endpoint = TargetSpec(url=url, model="engine", api_key_env=NO_KEY)
-        yield ClientsThere(process, endpoint, workload, tokenizer)
+
+@contextlib.contextmanager
+def peer_clients(spec: VllmSpec, asked: Asked) -> Iterator[ClientsThere]:
+    """Clients of a peer that has just been started.
+
+    Raises:
+        PeerError: it cannot be started.
+    """
+    with vllm_server(spec) as url, ClientProcess() as process:
+        yield ClientsThere(process, endpoint(url, PEER_MODEL), asked)
+
+
+@contextlib.contextmanager
+def served(engine: Engine) -> Iterator[str]:
+    """An engine of this process behind gateways in processes of their own; yields the URL."""
+    from p99lab.serving.gateways import serve_from_process
+
+    num_gateways = min(MAX_GATEWAYS, max(1, (os.cpu_count() or 1) // CORES_A_GATEWAY))
+    with serve_from_process(engine, model=OUR_MODEL, num_gateways=num_gateways) as url:
+        yield url
+
+
+def endpoint(url: str, model: str) -> TargetSpec:
+    """A server on the loopback that wants no key."""
+    return TargetSpec(url=url, model=model, api_key_env=NO_KEY)
 
 
 def in_a_loop_of_its_own(work: Coroutine[Any, Any, T]) -> T:

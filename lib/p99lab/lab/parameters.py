@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
@@ -42,8 +42,27 @@ class Environment00(StrictModel):
     repeats: int = Field(ge=1)
 
 
+ArmName = Literal[
+    "no cache",
+    "stock",
+    "+chunked",
+    "+shared-prefix groups",
+    "+graphs and overlap",
+    "+tiers and warm-up",
+    "+isolation and priority",
+    "vLLM",
+]
+Share = Annotated[float, Field(gt=0, lt=1)]
+Rate = Annotated[float, Field(gt=0)]
+Span = tuple[int, int]
+
+
 class Headline01(StrictModel):
-    """The headline scenario's sizes; lengths in tokens. Tiers differ in these numbers and in nothing else."""
+    """The headline scenario's sizes; lengths in tokens. Tiers differ in these numbers and in nothing else.
+
+    What is left out (an arm, an empty tuple of shares or rates, no cold documents) reads `not run`: so a publication can
+    be measured in several commands, each with `stock` among its arms.
+    """
 
     model: str  # a name of `p99lab models list`, a directory, or dummy:<geometry>
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -51,6 +70,8 @@ class Headline01(StrictModel):
     threads: int = Field(ge=0)  # of torch on a CPU; 0 leaves one of its own choice to the clients
     transport: Literal["in-process", "http"]  # clients in the engine's process, or in one of their own
     random_tokens: int | None = Field(None, ge=2)  # documents of random ids of this vocabulary, for random weights
+    tokenizer: str | None  # a model or folder whose tokenizer makes ids of text; not on this machine: random_tokens
+    exact_lengths: tuple[int, int, int] | None  # of every document, question and answer, instead of drawn ones
     num_documents: int = Field(ge=1)
     document_tokens_min: int = Field(ge=1)
     document_tokens_max: int = Field(ge=1)
@@ -58,7 +79,9 @@ class Headline01(StrictModel):
     question_tokens_max: int = Field(ge=1)
     answer_tokens_min: int = Field(ge=1)
     answer_tokens_max: int = Field(ge=1)
+    arms: tuple[ArmName, ...] | None  # None: all that can be measured here
     concurrency: int = Field(ge=1)  # clients of the closed load
+    clients_without_cache: int = Field(ge=1)  # of the closed load of `no cache`
     max_num_seqs: int = Field(ge=1)
     chunk_tokens: int = Field(ge=1)  # prompt and decode tokens of a step, from `+chunked` on
     requests_for_p99: int = Field(ge=1)  # closed, for `stock` and the full set; a P99 needs 368
@@ -66,8 +89,19 @@ class Headline01(StrictModel):
     requests_without_cache: int = Field(ge=1)  # closed, for `no cache`
     warmup_requests: int = Field(ge=0)  # closed, for `stock` and the full set, before anything is measured
     num_blocks: int = Field(ge=1)  # an arm's requests are spread over as many blocks
-    open_requests: int = Field(ge=0)  # 0 leaves the open load out
-    open_share: float = Field(gt=0, lt=1)  # of what `stock` answers per second under the closed load
+    block_s: float | None = Field(gt=0)  # of a closed block, instead of a number of requests
+    open_requests: int = Field(ge=0)  # 0 leaves the open load at a rate common to all arms out
+    open_share: Share  # of what `stock` answers per second under the closed load
+    open_block_s: float = Field(gt=0)  # of each open load below, which the long arms and vLLM get
+    open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
+    bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
+    open_rates: tuple[Rate, ...]  # Poisson arrivals per second, those up to the arm's own capacity
+    churn_share: Share  # Poisson arrivals beside cold documents, of what the arm itself answers
+    cold_documents: int = Field(ge=0)  # that arrive during it; 0 leaves it out
+    cold_every_s: float = Field(gt=0)
+    vllm_site: str | None  # the folder that vLLM is installed in (`pip install --target`)
+    vllm_model: str | None  # the folder of its config and tokenizer
+    vllm_arguments: tuple[str, ...]  # what its server is started with besides
     max_measuring_s: float = Field(gt=0)  # of all blocks together; each gets a share and ends with it
     slo_p99_s: float = Field(gt=0)  # of E2E under the open load
     seed: int = Field(ge=0)
@@ -79,6 +113,36 @@ class Headline01(StrictModel):
         if most < info.data.get(name, most):
             raise ValueError(f"{most} is below {name}={info.data[name]}")
         return most
+
+    @field_validator("exact_lengths")
+    @classmethod
+    def _at_least_a_token(cls, lengths: tuple[int, int, int] | None) -> tuple[int, int, int] | None:
+        if lengths is not None and min(lengths) < 1:
+            raise ValueError("a document, a question and an answer have at least 1 token each")
+        return lengths
+
+    @field_validator("arms")
+    @classmethod
+    def _are_some(cls, arms: tuple[ArmName, ...] | None) -> tuple[ArmName, ...] | None:
+        if arms is not None and len(set(arms)) < max(1, len(arms)):
+            raise ValueError("name at least one arm, and each once")
+        return arms
+
+    @property
+    def lengths(self) -> tuple[Span, Span, Span]:
+        """The least and most tokens of documents, of questions, and of answers."""
+        if self.exact_lengths is not None:
+            document, question, answer = self.exact_lengths
+            return (document, document), (question, question), (answer, answer)
+        return (
+            (self.document_tokens_min, self.document_tokens_max),
+            (self.question_tokens_min, self.question_tokens_max),
+            (self.answer_tokens_min, self.answer_tokens_max),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
 
 
 class Ledger99(StrictModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from p99lab.probe.trace import Prompts, TraceRow, read_trace
 from p99lab.strict import StrictModel
 
 CacheState = Literal["cold", "primed", "mixed"]
+FIRST_COLD = 1_000_000_000  # far above any other query's index
 
 
 class Workload(StrictModel):
@@ -107,6 +109,7 @@ class OpenLoad(_Endless):
 
     `poisson`: exponential gaps. `gamma`: gaps of coefficient of variation `cv` (> 1: bursts). `constant`: even gaps.
     `ramp`: Poisson arrivals whose rate changes evenly from `rate` to `rate_end` over `duration_s`, then stays.
+    `cold_every_s`: so often there arrives, besides, a question about a document that nobody has sent before (churn).
     """
 
     kind: Literal["open"] = "open"
@@ -114,6 +117,7 @@ class OpenLoad(_Endless):
     arrivals: Literal["poisson", "gamma", "constant", "ramp"] = "poisson"
     cv: float = Field(2.0, gt=0)
     rate_end: float | None = Field(None, gt=0)
+    cold_every_s: float | None = Field(None, gt=0)
 
     @model_validator(mode="after")
     def _ramp_is_whole(self) -> OpenLoad:
@@ -224,9 +228,33 @@ def queries(
     if isinstance(load, TraceLoad):
         yield from _trace_queries(workload, documents, load, tokenize, first)
         return
-    times = arrivals(load, workload.seed) if isinstance(load, OpenLoad) else None
-    for index in count(first):
-        yield _query(workload, documents, tokenize, index, next(times) if times is not None else None)
+    if not isinstance(load, OpenLoad):
+        yield from (_query(workload, documents, tokenize, index, None) for index in count(first))
+        return
+    times = arrivals(load, workload.seed)
+    usual = (_query(workload, documents, tokenize, first + place, at_s) for place, at_s in enumerate(times))
+    if load.cold_every_s is None:
+        yield from usual
+    else:
+        cold = cold_queries(workload, documents, load.cold_every_s, tokenize, first)
+        yield from heapq.merge(usual, cold, key=_due_s)
+
+
+def cold_queries(
+    workload: Workload, documents: Sequence[Document], every_s: float, tokenize: Tokenize | None = None, first: int = 0
+) -> Iterator[Query]:
+    """Without end, one query every so many seconds about a new version of a document that differs from its first line
+    on. Their indices begin at `FIRST_COLD`, their documents' where those of `documents` end."""
+    changing = workload.model_copy(update={"fresh_documents": True})
+    for place in count():
+        index, at_s = FIRST_COLD + first + place, (place + 1) * every_s
+        query = _query(changing, documents, tokenize, index, at_s)
+        yield replace(query, document=len(documents) + place)
+
+
+def _due_s(query: Query) -> float:
+    assert query.intended_s is not None  # those of an open load have one
+    return query.intended_s
 
 
 def arrivals(load: OpenLoad, seed: int) -> Iterator[float]:

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from p99lab.serving.server import Server, bind
+from p99lab.serving.server import Server
+from p99lab.serving.sockets import bind
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
@@ -22,8 +23,8 @@ def serve_in_thread(
     """Serve an engine on a free port of the loopback; yields the URL, which ends in `/v1`.
 
     The engine is the caller's: it is open before and after. Signals are not touched. On leaving, running requests have
-    `drain_timeout_s` to finish. Server, engine and clients of this process share one interpreter: measure from another
-    process.
+    `drain_timeout_s` to finish. Server and engine share one interpreter: for exploring. What is measured goes through
+    `serve_from_process`.
 
     Args:
         model: the name to clients; the engine's own when None.

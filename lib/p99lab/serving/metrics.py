@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from p99lab.engine.events import TokenEvent
-
-if TYPE_CHECKING:
-    from p99lab.engine.engine import Engine
+from p99lab.serving.offered import OfferedEngine
 
 LONG_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -21,7 +18,7 @@ SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 class Metrics:
     """The metrics of one server, in a registry of their own. Times begin when a request's body has arrived."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: OfferedEngine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
         self._requests = Counter(
@@ -89,7 +86,7 @@ class Watch:
 class EngineCollector(Collector):
     """The engine's own account. Its counters begin anew when the engine is reconfigured."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: OfferedEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

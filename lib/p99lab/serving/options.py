@@ -18,7 +18,8 @@ OWNER = "p99lab"  # of the models that it lists: by this a client knows the serv
 class ServeOptions(StrictModel):
     """One server. `api_key_env` names an environment variable: the key itself is on no command line and in no record.
 
-    `drain_timeout`: seconds that running requests have when the server is told to end.
+    `drain_timeout`: seconds that running requests have when the server is told to end. `gateways`: processes that take
+    HTTP requests; the engine has one of its own beside them.
     """
 
     model: str = "smollm2-135m"
@@ -35,6 +36,7 @@ class ServeOptions(StrictModel):
     composition: Literal["stock", "chunked"] = "chunked"
     api_key_env: str | None = None
     drain_timeout: float = Field(30.0, ge=0)
+    gateways: int = Field(1, ge=1, le=64)
 
     @property
     def name(self) -> str:

@@ -2,32 +2,58 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from p99lab.engine.plan import StepPlan
+from p99lab.engine.rope import HeadNorms
 
 
 class LayerAttention(Protocol):
-    """All that the model sees of attention: it hands over new keys and values and gets attended values back."""
+    """All that the model sees of attention: it hands over projected heads and gets attended values back."""
 
-    def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Store k and v of the step's tokens in `layer`, and attend, each token to itself and all before it.
+    def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
+        """Normalise and rotate queries and keys, store keys and values, and attend, each token to all up to itself.
 
         Args:
-            q: [T, q_heads, dim], rotated.
-            k, v: [T, kv_heads, dim], k rotated. Views into one buffer, which is free for reuse after the call.
+            heads: [T, q_heads + 2 * kv_heads, dim] of the step's tokens: q, then k, then v, as projected. Overwritten.
+            table: [T, 2, dim / 2], cos and sin of the tokens' positions by `Rotary.table`.
+            norms: of single heads, where the model has them.
 
         Returns:
-            [T, q_heads, dim] of q's dtype.
+            [T, q_heads, dim] of the dtype of `heads`.
         """
         ...
 
 
 class AttentionBackend(LayerAttention, Protocol):
-    """Attention over the page pool: `plan` once a step, then `run` once a layer."""
+    """Attention over the page pool: `plan` once a step, then `attend` once a layer."""
 
     def plan(self, step: StepPlan) -> None:
         """Work out what all layers of the step share: slots, spans, masks."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GraphShape:
+    """What a captured step is sized for: rows of one token each, and their partial attention results."""
+
+    num_tokens: int
+    num_partials: int
+
+
+class GraphAttention(AttentionBackend, Protocol):
+    """Attention whose launches stay valid in a CUDA graph while the lists change that they read."""
+
+    def list_elements(self, shape: GraphShape) -> int:
+        """int32 that the lists of a shape take."""
+        ...
+
+    def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
+        """Plan a step of one-token rows into `target`, the buffer of a captured graph of this shape.
+
+        False, and nothing planned: the step needs more room than the shape has.
+        """
         ...

@@ -25,6 +25,7 @@ from p99lab.engine.attention.softmax import Attended, attend, merge
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
+from p99lab.engine.rope import HeadNorms, prepared
 
 Select = slice | torch.Tensor  # a run, or indices
 
@@ -120,6 +121,10 @@ class ReferenceAttention:
         self._spans = list(self._plan_spans(step, ends))
         covered = sum(_length(span.tokens) for span in self._spans)
         self._disjoint = covered == step.num_tokens
+
+    def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
+        """See `LayerAttention`."""
+        return self.run(layer, *prepared(heads, self._pool.k.shape[3], table, norms))
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Store k and v of the step's tokens, attend. q: [T, q_heads, dim]; k, v: [T, kv_heads, dim]; out like q."""

@@ -17,8 +17,8 @@ import numpy as np
 from p99lab.caches.pages import PagePool
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
-from p99lab.engine.grouping import group_rows, prefix_order
-from p99lab.engine.plan import StepPlan, StepResult
+from p99lab.engine.grouping import arrange
+from p99lab.engine.plan import StepResult
 from p99lab.engine.request import IntArray, Request, SamplingParams
 from p99lab.engine.scheduler import Scheduler
 from p99lab.errors import AccountingError
@@ -101,7 +101,7 @@ def _repeat(bench: PlanBench, tree: PrefixTree, documents: list[IntArray], rng: 
     schedule = time.perf_counter() - began
     if plan is None or len(plan.rows) != bench.num_requests:
         raise AccountingError("the step does not hold all requests")
-    group = _time(lambda: _group(plan, bench.page_size, grouping.min_shared_tokens))
+    group = _time(lambda: arrange(plan.rows, bench.page_size, grouping.min_shared_tokens))
     scheduler.update(StepResult(plan.epoch, (0,) * len(plan.rows), (None,) * len(plan.rows)))
     tree.forget_except(documents)
     match = _time(lambda: _touch(tree, requests))
@@ -119,11 +119,6 @@ def _compare_as_memory(requests: list[Request], documents: list[IntArray]) -> fl
     known = [document.tobytes() for document in documents]
     asked = [request.tokens[: len(documents[0])].tobytes() for request in requests]
     return _time(lambda: [prompt == known[i % len(known)] for i, prompt in enumerate(asked)])
-
-
-def _group(plan: StepPlan, page_size: int, min_shared_tokens: int) -> None:
-    prefix_order(plan.rows, page_size)
-    group_rows(plan.rows, page_size, min_shared_tokens)
 
 
 def _touch(tree: PrefixTree, requests: list[Request]) -> None:

@@ -14,7 +14,7 @@ from p99lab.lab.bench.rows import BenchRow
 from p99lab.lab.provenance import git_state
 from p99lab.observe.hardware import fingerprint, label
 
-BENCHES = {"plan": "p99lab.lab.bench.plan", "cpu": "p99lab.lab.bench.cpu"}
+BENCHES = {name: f"p99lab.lab.bench.{name}" for name in ("plan", "cpu", "ingest")}
 
 
 def run(name: str) -> list[BenchRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Awaitable, Callable
 
@@ -43,7 +44,8 @@ def make_app(service: Service) -> FastAPI:
         return _json({"status": problem or "ok"}, 503 if problem else 200)
 
     async def metrics(request: Request) -> Response:
-        return Response(service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+        text = await asyncio.to_thread(service.metrics.render)  # it asks the engine, which may be elsewhere
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model(service)]})

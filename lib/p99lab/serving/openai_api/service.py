@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -15,13 +15,11 @@ from p99lab.engine.prompts import Prompt
 from p99lab.engine.request import FinishReason, IntArray
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError, did_you_mean
 from p99lab.serving.metrics import Metrics
+from p99lab.serving.offered import OfferedEngine
 from p99lab.serving.openai_api.choices import Asked
 from p99lab.serving.openai_api.errors import ApiError
 from p99lab.serving.openai_api.fields import MAX_CHOICES, RawPrompt
 from p99lab.serving.openai_api.logprobs import TokenTexts
-
-if TYPE_CHECKING:
-    from p99lab.engine.engine import Engine
 
 SHORT_TEXT = 1000  # characters that are tokenised at once; a longer text goes to a thread, so that others' tokens flow
 
@@ -32,7 +30,7 @@ class Service:
     `draining`: no new requests. `closing`: set when those that still run are to be given up.
     """
 
-    def __init__(self, engine: Engine, model: str, api_key: str | None = None) -> None:
+    def __init__(self, engine: OfferedEngine, model: str, api_key: str | None = None) -> None:
         self.engine = engine
         self.model = model
         self.api_key = api_key
@@ -125,7 +123,7 @@ class Service:
                 yield event
 
 
-def context_len(engine: Engine) -> int:
+def context_len(engine: OfferedEngine) -> int:
     """The longest prompt and answer together that the model has positions and the pool has pages for."""
     stats = engine.stats()
     num_pages = stats.num_free_pages + stats.num_cached_pages + stats.num_active_pages

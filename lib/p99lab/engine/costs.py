@@ -1,0 +1,267 @@
+"""What a step should take: device time predicted from a step's rows and groups, in plain numbers.
+
+Attention is counted as the planner lays it out. Tokens that see the same run of keys are a *level*; the query heads of
+a key head are folded into its rows, rows are cut into tiles, keys into segments, and each (tile, segment, key head) is
+an item that one of the device's slots works off. The longest slot decides, unless memory or the device's whole rate
+does: all slots together multiply more slowly than as many alone, because the clock follows the power.
+
+Every constant is measured (`docs/log.md` has the figures); a device nobody has measured has no costs, and what would
+ask for them falls back on thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from p99lab.engine.geometry import Geometry
+from p99lab.engine.plan import PrefixGroup, Row
+
+Level = tuple[int, int]
+"""(query tokens, keys) that meet without a causal mask."""
+
+SEGMENT_STEP = 192  # keys: a segment is whole key tiles of the kernels, whichever of 64, 96 or 192 they use
+SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)  # into how many the longest level may be cut
+
+GOOD_ENOUGH = 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCosts:
+    """Rates and fixed times of one device.
+
+    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work;
+    `slot_flops_per_s`: one slot while others idle. A tile is computed whole, however few of its `tile_rows` rows exist.
+    `item_s`: filling and draining the pipeline of one item. `level_s`: one call of a backend that calls once a level.
+    `launch_s`: a layer's attention and merge. `token_s`: a token's way through everything that is neither product nor
+    attention, all layers. `step_s`: what a step takes besides.
+    """
+
+    memory_bytes_per_s: float
+    weight_bytes_per_s: float
+    matmul_flops_per_s: float
+    attention_flops_per_s: float
+    slot_flops_per_s: float
+    num_slots: int
+    tile_rows: int
+    item_s: float = 0.0
+    level_s: float = 0.0
+    launch_s: float = 0.0
+    token_s: float = 0.0
+    step_s: float = 0.0
+
+
+H200 = DeviceCosts(
+    memory_bytes_per_s=4.45e12,
+    weight_bytes_per_s=3.7e12,
+    matmul_flops_per_s=744e12,
+    attention_flops_per_s=680e12,
+    slot_flops_per_s=6.3e12,
+    num_slots=132,
+    tile_rows=128,
+    item_s=5e-6,
+    launch_s=4e-6,
+    token_s=3e-6,
+    step_s=0.5e-3,
+)
+"""FlashInfer's FA3 kernels over folded rows, bf16, head dimension 128; measured 2026-11-30."""
+
+TWO_CORES = DeviceCosts(
+    memory_bytes_per_s=12e9,
+    weight_bytes_per_s=12e9,
+    matmul_flops_per_s=170e9,
+    attention_flops_per_s=100e9,
+    slot_flops_per_s=100e9,
+    num_slots=1,
+    tile_rows=1,
+    level_s=80e-6,
+    step_s=1e-3,
+)
+"""The reference backend in fp32 on two Zen 4 cores; measured 2026-11-29."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A layer's levels: (items, query tokens) by number of keys, and seconds with every slot busy and no overhead."""
+
+    spans: dict[int, tuple[int, int]]
+    even_s: float
+
+
+class StepCost:
+    """Predicts device time for one model on one device."""
+
+    def __init__(self, device: DeviceCosts, geometry: Geometry, page_size: int, bytes_per_element: int = 2) -> None:
+        self._device = device
+        self._page_size = page_size
+        self._num_layers = geometry.num_layers
+        self._num_kv_heads = geometry.num_kv_heads
+        self._fold = geometry.num_q_heads // geometry.num_kv_heads
+        num_head_weights = geometry.vocab_size * geometry.hidden_size
+        num_embeddings = num_head_weights * (1 if geometry.tie_word_embeddings else 2)
+        self._num_body_weights = geometry.num_parameters - num_embeddings
+        self._num_head_weights = num_head_weights
+        self._bytes_per_element = bytes_per_element
+        self._read_key_s = 2 * geometry.kv_size * bytes_per_element / device.memory_bytes_per_s
+        partial_bytes = geometry.num_q_heads * (geometry.head_dim * bytes_per_element + 4)
+        self._partial_s = 2 * partial_bytes / device.memory_bytes_per_s  # of a token's result from one level, to merge
+        self._pair_flops = 4 * geometry.q_size  # a query token meets a key
+        tile_flops = 4 * device.tile_rows * geometry.head_dim
+        self._tile_key_s = tile_flops / device.slot_flops_per_s  # an item's, for each of its keys
+        self._even_key_s = tile_flops / device.attention_flops_per_s  # the same shared by all slots
+
+    def step_time_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
+        """Seconds of a step that attends as `groups` says."""
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        attention_s = self.attention_s(levels_of(rows, groups, self._page_size)) + self._causal_s(rows)
+        return (
+            self._device.step_s
+            + num_tokens * self._device.token_s
+            + self._product_s(self._num_body_weights, num_tokens)
+            + self._product_s(self._num_head_weights, sum(row.samples for row in rows))
+            + self._num_layers * attention_s
+        )
+
+    def chunk_time_s(self, num_tokens: int, num_computed_tokens: int) -> float:
+        """Seconds that `num_tokens` more of a prompt add to a step that reads the weights anyway."""
+        device = self._device
+        num_pairs = num_tokens * (num_computed_tokens + num_tokens / 2)
+        return (
+            num_tokens * (device.token_s + 2 * self._num_body_weights / device.matmul_flops_per_s)
+            + self._num_layers * num_pairs * self._pair_flops / device.attention_flops_per_s
+        )
+
+    def chunk_tokens(self, seconds: float, num_computed_tokens: int) -> int:
+        """The most tokens of a prompt whose `chunk_time_s` is within `seconds`."""
+        device = self._device
+        square = self._num_layers * self._pair_flops / device.attention_flops_per_s / 2
+        linear = self.chunk_time_s(1, num_computed_tokens) - square
+        if seconds <= 0:
+            return 0
+        return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
+
+    def attention_s(self, levels: Sequence[Level], segment: int | None = None) -> float:
+        """Seconds of one layer's attention over `levels`, cut into segments of that many keys (None: the best)."""
+        work = self._work(levels)
+        if not work.spans:
+            return 0.0
+        if segment is None:
+            segment = self._best_segment(work)
+        return self._device.launch_s + len(levels) * self._device.level_s + self._cut_s(work, segment)
+
+    def level_s(self, num_tokens: int, num_keys: int) -> float:
+        """What one uncut level adds to a layer that keeps every slot busy; nothing when it has no keys."""
+        if num_keys == 0:
+            return 0.0
+        device = self._device
+        overhead_s = self._num_items(num_tokens) * device.item_s / device.num_slots + device.level_s
+        product_s = self._num_items(num_tokens) * num_keys * self._even_key_s
+        return max(product_s, num_keys * self._read_key_s) + overhead_s + num_tokens * self._partial_s
+
+    def segment_tokens(self, levels: Sequence[Level]) -> int:
+        """Keys of a segment that make the levels' attention fastest; a level that has no more is not cut.
+
+        A multiple of 192, no less than the longest level where cutting gains nothing.
+        """
+        return self._best_segment(self._work(levels))
+
+    def _work(self, levels: Sequence[Level]) -> _Work:
+        device = self._device
+        tile_tokens, num_heads = device.tile_rows / self._fold, self._num_kv_heads
+        spans: dict[int, tuple[int, int]] = {}
+        num_item_keys = num_read_keys = 0
+        for num_tokens, num_keys in levels:
+            items, tokens = spans.get(num_keys, (0, 0))
+            num_items = num_heads * ceil(num_tokens / tile_tokens)
+            spans[num_keys] = items + num_items, tokens + num_tokens
+            num_item_keys += num_items * num_keys
+            num_read_keys += num_keys
+        return _Work(spans, max(num_item_keys * self._even_key_s, num_read_keys * self._read_key_s))
+
+    def _best_segment(self, work: _Work) -> int:
+        """Pieces are tried from few to many, until all slots are busy to within two per cent."""
+        longest = max(work.spans, default=1)
+        best, best_s = _rounded(longest), float("inf")
+        for count in SEGMENT_COUNTS:
+            segment = _rounded(-(-longest // count))
+            even_s, slot_s = self._even_and_slot_s(work, segment)
+            if max(even_s, slot_s) < best_s:
+                best, best_s = segment, max(even_s, slot_s)
+            if best_s <= even_s * GOOD_ENOUGH:  # more pieces only add to the even share
+                break
+        return best
+
+    def _cut_s(self, work: _Work, segment: int) -> float:
+        return max(self._even_and_slot_s(work, segment))
+
+    def _even_and_slot_s(self, work: _Work, segment: int) -> tuple[float, float]:
+        """Two bounds of a layer's time: all slots evenly busy, and the fullest slot when items go longest first."""
+        device = self._device
+        counts: dict[int, int] = {}
+        num_items = num_partials = 0
+        for num_keys, (items, tokens) in work.spans.items():
+            whole, rest = divmod(num_keys, segment)
+            if whole:
+                counts[segment] = counts.get(segment, 0) + whole * items
+            if rest:
+                counts[rest] = counts.get(rest, 0) + items
+            pieces = whole + (rest > 0)
+            num_items += pieces * items
+            num_partials += pieces * tokens
+        merge_s = num_partials * self._partial_s
+        return (
+            work.even_s + num_items * device.item_s / device.num_slots + merge_s,
+            self._fullest_slot_s(counts) + merge_s,
+        )
+
+    def _fullest_slot_s(self, counts: dict[int, int]) -> float:
+        """Of any n * num_slots + 1 items, n + 1 share a slot: the bound that longest-first all but reaches."""
+        fullest_s, num_longer = 0.0, 0
+        for num_keys in sorted(counts, reverse=True):
+            num_longer += counts[num_keys]
+            num_rounds = -(-num_longer // self._device.num_slots)
+            fullest_s = max(fullest_s, num_rounds * (num_keys * self._tile_key_s + self._device.item_s))
+        return fullest_s
+
+    def _num_items(self, num_tokens: int) -> int:
+        return -(-num_tokens * self._fold // self._device.tile_rows) * self._num_kv_heads
+
+    def _causal_s(self, rows: Sequence[Row]) -> float:
+        """What rows of several tokens see of their own new tokens."""
+        device = self._device
+        chunks = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
+        if not chunks:
+            return 0.0
+        flops_s = sum(n * n for n in chunks) / 2 * self._pair_flops / device.attention_flops_per_s
+        num_items = sum(map(self._num_items, chunks))
+        return flops_s + max(1.0, num_items / device.num_slots) * device.item_s
+
+    def _product_s(self, num_weights: int, num_tokens: int) -> float:
+        """One pass over `num_weights`; nothing for no tokens."""
+        device = self._device
+        read_s = num_weights * self._bytes_per_element / device.weight_bytes_per_s if num_tokens else 0.0
+        return max(read_s, 2 * num_weights * num_tokens / device.matmul_flops_per_s)
+
+
+def levels_of(rows: Sequence[Row], groups: Sequence[PrefixGroup], page_size: int) -> list[Level]:
+    """A step's levels: one a group, and one for what each row alone sees of earlier tokens.
+
+    A row of one token sees its own key with those; what longer rows see of themselves is causal and no level.
+    """
+    shared = [0] * len(rows)
+    levels = []
+    for group in groups:
+        num_keys = group.num_pages * page_size
+        levels.append((sum(len(rows[i].token_ids) for i in group.rows), num_keys))
+        for i in group.rows:
+            shared[i] += num_keys
+    for row, num_shared in zip(rows, shared, strict=True):
+        num_keys = row.num_computed_tokens + (len(row.token_ids) == 1) - num_shared
+        if num_keys:
+            levels.append((len(row.token_ids), num_keys))
+    return levels
+
+
+def _rounded(num_keys: int) -> int:
+    return -(-num_keys // SEGMENT_STEP) * SEGMENT_STEP

@@ -1,0 +1,117 @@
+"""Notebook 01's arms: what each adds, what the engine is told for it, and which of them a run measures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from p99lab.engine.config import EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
+from p99lab.lab.parameters import ArmName, Headline01
+from p99lab.probe.workload import CacheState
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One more measure than the arm before it. A peer is another engine, behind the same clients and transport."""
+
+    name: ArmName
+    adds: str
+    composition: Literal["stock", "chunked"] = "chunked"
+    prefix_cache: bool = True
+    groups: bool = False
+    graphs: bool = False  # and overlap
+    built: bool = True
+    is_peer: bool = False
+
+    @property
+    def cache_state(self) -> CacheState:
+        return "primed" if self.prefix_cache else "cold"
+
+    def scheduler(self, parameters: Headline01) -> SchedulerConfig:
+        """`stock` takes prompts whole; `chunked` cuts them to `chunk_tokens` a step."""
+        documents, questions, _ = parameters.lengths
+        return SchedulerConfig(
+            composition=self.composition,
+            max_num_batched_tokens=(
+                documents[1] + questions[1] if self.composition == "stock" else parameters.chunk_tokens
+            ),
+            max_num_seqs=parameters.max_num_seqs,
+            overlap=self.graphs,
+        )
+
+    @property
+    def grouping(self) -> GroupingConfig:
+        return GroupingConfig(enabled=self.groups)
+
+    def graphs_config(self, parameters: Headline01) -> GraphsConfig:
+        return GraphsConfig(enabled=self.graphs and parameters.on_gpu)
+
+    def engine_config(self, base: EngineConfig, parameters: Headline01) -> EngineConfig:
+        """`base`, scheduled as the arm does."""
+        parts = {
+            "scheduler": self.scheduler(parameters),
+            "grouping": self.grouping,
+            "graphs": self.graphs_config(parameters),
+            "cache": base.cache.model_copy(update={"prefix_cache": self.prefix_cache}),
+        }
+        return base.model_copy(update=parts)
+
+
+ARMS = (
+    Arm("no cache", "every prompt computed whole", composition="stock", prefix_cache=False),
+    Arm("stock", "a prefix cache; whole prompts first, decode when none waits", composition="stock"),
+    Arm("+chunked", "decode in every step, prompts in chunks beside it"),
+    Arm("+shared-prefix groups", "a document's keys and values read once a step for all its requests", groups=True),
+    Arm(
+        "+graphs and overlap",
+        "CUDA graphs; the next step planned and launched while one runs",
+        groups=True,
+        graphs=True,
+    ),
+    Arm("+tiers and warm-up", "host and disk tiers, documents warmed before their traffic", built=False),
+    Arm("+isolation and priority", "lanes of their own for urgent and bulk work", built=False),
+    Arm("vLLM", "a peer, not one measure more: its OpenAI server with its best flags", is_peer=True),
+)
+BASELINE: ArmName = "stock"
+
+
+def arm(name: str) -> Arm:
+    return next(arm for arm in ARMS if arm.name == name)
+
+
+def measured_arms(parameters: Headline01) -> list[Arm]:
+    """Those that the run measures, in the order of `ARMS`."""
+    return [arm for arm in ARMS if why_not(arm, parameters) is None]
+
+
+def why_not(arm: Arm, parameters: Headline01) -> str | None:
+    """Why the run leaves an arm out; None where it does not."""
+    if not arm.built:
+        return "not built yet"
+    if parameters.arms is not None and arm.name not in parameters.arms:
+        return "not run"
+    if arm.is_peer and (parameters.vllm_site is None or parameters.vllm_model is None):
+        return f"not run: no vLLM {'site' if parameters.vllm_site is None else 'model'} given"
+    if arm.is_peer and parameters.transport != "http":
+        return "not run: a peer answers over HTTP, and the clients are in the engine's process"
+    if arm.graphs and not parameters.on_gpu and parameters.arms is None:
+        return "not testable here: takes an NVIDIA GPU"
+    return None
+
+
+def full_set(parameters: Headline01) -> Arm | None:
+    """The last of our own measured arms that has the baseline's measure and more; None where there is none."""
+    own = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.prefix_cache]
+    return own[-1] if own and own[-1].name != BASELINE else None
+
+
+def long_arms(parameters: Headline01) -> list[Arm]:
+    """The arms with requests enough for a P99, and open loads: the baseline, the full set, and peers."""
+    full = full_set(parameters)
+    return [arm for arm in measured_arms(parameters) if arm.name == BASELINE or arm == full or arm.is_peer]
+
+
+def between(before: Arm, after: Arm) -> Iterator[Arm]:
+    """The arms whose measures `after` has and `before` has not."""
+    return (arm for arm in ARMS[ARMS.index(before) + 1 : ARMS.index(after) + 1] if arm.built and not arm.is_peer)

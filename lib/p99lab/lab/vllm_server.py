@@ -1,0 +1,156 @@
+"""vLLM's own OpenAI server as a peer, in a process of its own: nothing of it is imported here.
+
+It is installed in a folder of its own (`pip install --target`), because its dependencies shadow others; that folder
+alone is the child's PYTHONPATH. It dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from p99lab.engine.model_store import cache_dir
+from p99lab.errors import BadParameterError, P99labError
+from p99lab.serving import child
+
+MODULE = "vllm.entrypoints.openai.api_server"
+MODEL = "peer"  # its name to clients
+BEST_FLAGS = (
+    "--load-format=dummy",
+    "--dtype=bfloat16",
+    "--max-model-len=131072",
+    "--gpu-memory-utilization=0.92",
+    "--max-num-seqs=128",
+    "--max-num-batched-tokens=8192",  # its default of 2 048 lets one cold document take all others' P99 to 18 s
+    "--enable-prefix-caching",
+    "--enable-chunked-prefill",
+)
+START_TIMEOUT_S = 300.0
+END_TIMEOUT_S = 15.0
+_POLL_S = 0.25
+_OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+_NOT_INHERITED = ("PYTHONPATH", "CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT")
+
+
+class PeerError(P99labError):
+    """A peer cannot be started: one line that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSpec:
+    """Where vLLM is, what it serves, and what its server is told besides. `model`: its config and tokenizer."""
+
+    site: Path
+    model: Path
+    arguments: tuple[str, ...] = BEST_FLAGS
+
+    def __post_init__(self) -> None:
+        if not (self.site / "vllm").is_dir():
+            raise BadParameterError(f"no vLLM in {self.site}: expected the folder of `pip install --target`")
+        if not (self.model / "config.json").is_file():
+            raise BadParameterError(f"no config.json in {self.model}: vLLM needs a folder with config and tokenizer")
+
+    def environment(self) -> dict[str, str]:
+        """The child's: this process's, with the site in place of its own packages, and no network."""
+        kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+        path = f"{self.site / 'bin'}{os.pathsep}{kept.get('PATH', '')}"
+        without = {"VLLM_USE_FLASHINFER_SAMPLER": "0"} if not (self.site / "flashinfer").is_dir() else {}
+        without |= {"VLLM_USE_DEEP_GEMM": "0"} if not (self.site / "deep_gemm").is_dir() else {}
+        caches = {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}
+        own = {"PYTHONPATH": str(self.site), "PATH": path, "PYTHONUNBUFFERED": "1"}
+        return {**caches, **kept, **_OFFLINE, **_LOOPBACK, **without, **own}
+
+    def command(self, port: int) -> list[str]:
+        """`child.py` by its path, and without its folder on `sys.path`: p99lab need not be importable over there."""
+        tied = [sys.executable, "-P", str(Path(child.__file__)), str(os.getpid()), MODULE]
+        served = [f"--model={self.model}", f"--served-model-name={MODEL}", "--seed=0", *self.arguments]
+        account = ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]  # cached tokens are reported
+        return [*tied, *served, *account, "--host=127.0.0.1", f"--port={port}"]
+
+
+@contextlib.contextmanager
+def vllm_server(spec: VllmSpec, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
+    """Start vLLM, wait until it answers, and yield its URL, which ends in `/v1`. On leaving it is gone.
+
+    Raises:
+        PeerError: it ended or did not answer in time; with the last line that it wrote.
+    """
+    port = _free_port()
+    with (
+        tempfile.TemporaryFile() as said,
+        subprocess.Popen(
+            spec.command(port),
+            env=spec.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=said,
+            process_group=0,
+        ) as process,
+    ):
+        try:
+            _await_health(process, port, said, start_timeout_s)
+            yield f"http://127.0.0.1:{port}/v1"
+        finally:
+            _end(process)
+
+
+def _free_port() -> int:
+    """One that is free now; vLLM does not say which it took if it is let choose."""
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def _await_health(process: subprocess.Popen[bytes], port: int, said: IO[bytes], timeout_s: float) -> None:
+    until_s = time.monotonic() + timeout_s
+    with httpx.Client(trust_env=False, timeout=1.0) as client:
+        while time.monotonic() < until_s:
+            if process.poll() is not None:
+                raise PeerError(f"vLLM ended with exit code {process.returncode}: {_reason(said)}")
+            with contextlib.suppress(httpx.HTTPError):
+                if client.get(f"http://127.0.0.1:{port}/health").status_code == httpx.codes.OK:
+                    return
+            time.sleep(_POLL_S)
+    raise PeerError(f"vLLM does not answer after {timeout_s:.0f} s: {_reason(said)}")
+
+
+def _reason(said: IO[bytes]) -> str:
+    """The last line with an error in its name, else the last line."""
+    said.seek(0)
+    lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return (errors or lines or ["it gave no reason"])[-1]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Tell it to end, then end whatever is left of its group: its engine is a process of its own."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(END_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def spec_of(site: str | None, model: str | None, arguments: Sequence[str]) -> VllmSpec | None:
+    """The peer that two folders name; None where one of them is not given. No arguments: `BEST_FLAGS`.
+
+    Raises:
+        BadParameterError: there is no vLLM, or no config, in them.
+    """
+    if site is None or model is None:
+        return None
+    return VllmSpec(Path(site).expanduser(), Path(model).expanduser(), tuple(arguments) or BEST_FLAGS)

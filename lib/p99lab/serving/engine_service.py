@@ -1,0 +1,200 @@
+"""The engine's side: its requests come from gateways in other processes, through a Unix socket.
+
+Next to the step loop, and in its way as little as can be. Messages are read and written by gRPC's own threads; a prompt
+is one buffer that the loop copies once; a step's tokens are handed over together, by one call, and become a message in
+a thread that is not the loop's. The engine makes no text of these tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import orjson
+
+from p99lab.engine.events import TokenEvent
+from p99lab.engine.request import FinishReason
+from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError, P99labError
+from p99lab.serving.protocol import engine_pb2 as pb
+from p99lab.serving.protocol.link import OPTIONS, SERVICE_NAME
+from p99lab.serving.protocol.messages import Numbered, Wanted, read_add, write_events
+
+if TYPE_CHECKING:
+    from p99lab.engine.config import EngineConfig
+    from p99lab.engine.engine import Engine
+
+LOGGER = logging.getLogger(__name__)
+NUM_ASKING_THREADS = 2  # for what gateways ask beside their streams
+
+
+@contextlib.contextmanager
+def engine_service(engine: Engine, num_gateways: int = 1) -> Iterator[str]:
+    """Serve an engine to at most `num_gateways` gateways at a time; yields the socket's address for gRPC.
+
+    The socket lies in a directory of its own that only this user may enter. On leaving, gateways lose their streams and
+    what they had asked for is cancelled; the engine is the caller's and stays open.
+
+    Raises:
+        BadParameterError: the engine's clock is not `time.perf_counter`, the one that other processes share.
+    """
+    if engine.clock is not time.perf_counter:
+        raise BadParameterError("an engine with a clock of its own cannot be served from another process")
+    executor = ThreadPoolExecutor(num_gateways + NUM_ASKING_THREADS, thread_name_prefix="p99lab-gateway")
+    server = grpc.server(executor, options=OPTIONS)
+    server.add_generic_rpc_handlers((_handlers(engine),))
+    with tempfile.TemporaryDirectory(prefix="p99lab-", ignore_cleanup_errors=True) as directory:
+        address = f"unix:{Path(directory) / 'engine.sock'}"
+        server.add_insecure_port(address)
+        server.start()
+        try:
+            yield address
+        finally:
+            server.stop(grace=None).wait()
+            executor.shutdown()
+
+
+def _handlers(engine: Engine) -> Any:
+    def serve(messages: Iterable[pb.FromGateway], context: grpc.ServicerContext) -> Iterator[pb.FromEngine]:
+        session = Session(engine)
+        reading = threading.Thread(target=session.read, args=(messages,), name="p99lab-gateway-reader")
+        with engine.listening(session.flush):
+            reading.start()
+            yield from session.messages()
+        reading.join()
+
+    def describe(request: pb.Nothing, context: grpc.ServicerContext) -> pb.Json:
+        return pb.Json(value=orjson.dumps({"config": _plain(engine.config), "geometry": _plain(engine.geometry)}))
+
+    def stats(request: pb.Nothing, context: grpc.ServicerContext) -> pb.Json:
+        return pb.Json(value=orjson.dumps(engine.stats().as_dict()))
+
+    def asked(answer: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(answer, pb.Nothing.FromString, pb.Json.SerializeToString)
+
+    stream = grpc.stream_stream_rpc_method_handler(serve, pb.FromGateway.FromString, pb.FromEngine.SerializeToString)
+    methods = {"Serve": stream, "Describe": asked(describe), "Stats": asked(stats)}
+    return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
+
+
+def _plain(model: Any) -> Any:
+    return model.model_dump(mode="json")
+
+
+class Session:
+    """One gateway: which of its requests are in the engine, and what it is still to be told.
+
+    `read` and `messages` each run in a thread of gRPC's or the session's; all else runs in the thread that steps,
+    cancels or closes.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._name = uuid.uuid4().hex
+        self._request_ids: dict[int, str] = {}  # by number; of those that have not ended
+        self._told: list[Numbered] = []  # since the last flush
+        self._config: EngineConfig | None = None  # as the gateway knows it
+        self._outgoing: queue.SimpleQueue[tuple[list[Numbered], bytes | None] | None] = queue.SimpleQueue()
+
+    def read(self, messages: Iterable[pb.FromGateway]) -> None:
+        """Do what the gateway says, until it says no more; then give up its requests."""
+        try:
+            for message in messages:
+                if message.WhichOneof("what") == "add":
+                    self._add(message.add)
+                else:
+                    self._submit(partial(self._cancel, message.cancel))
+        except grpc.RpcError:
+            LOGGER.debug("a gateway has ended")
+        finally:
+            self._submit(self._cancel_all)
+            self._outgoing.put(None)
+
+    def messages(self) -> Iterator[pb.FromEngine]:
+        """What to tell the gateway, a message a step; ends with the session."""
+        yield pb.FromEngine(config=self._news())
+        while (news := self._outgoing.get()) is not None:
+            told, config = news
+            yield write_events([(number, self._explained(item)) for number, item in told], config)
+
+    def flush(self) -> None:
+        """Everything about a step is told: send it. Called with the engine's lock held."""
+        told, self._told = self._told, []
+        config = self._news()
+        if told or config is not None:
+            self._outgoing.put((told, config))
+
+    def _news(self) -> bytes | None:
+        """The configuration, where the gateway knows another."""
+        config = self._engine.config
+        if config is self._config:
+            return None
+        self._config = config
+        return orjson.dumps(_plain(config))
+
+    def _add(self, add: pb.Add) -> None:
+        try:
+            wanted = read_add(add)
+            self._engine.submit(partial(self._enter, wanted))
+        except (P99labError, ValueError) as error:
+            self._refuse(add.number, error)
+
+    def _submit(self, command: Any) -> None:
+        with contextlib.suppress(EngineClosedError, EngineFailedError):  # its requests have ended already
+            self._engine.submit(command)
+
+    def _enter(self, wanted: Wanted, engine: Engine) -> None:
+        number = wanted.number
+        self._request_ids[number] = wanted.request_id or f"{self._name}-{number}"
+        try:
+            engine.add(
+                wanted.token_ids,
+                wanted.sampling,
+                request_id=self._request_ids[number],
+                priority=wanted.priority,
+                deadline_s=wanted.deadline_s,
+                arrival_s=wanted.arrival_s,
+                on_event=partial(self._tell, number),
+                detokenize=False,
+            )
+        except Exception as error:
+            del self._request_ids[number]
+            self._refuse(number, error)
+
+    def _tell(self, number: int, event: TokenEvent) -> None:
+        self._told.append((number, event))
+        if event.finish_reason is not None:
+            del self._request_ids[number]
+
+    def _refuse(self, number: int, error: Exception) -> None:
+        if not isinstance(error, P99labError):
+            LOGGER.error("a gateway's request has failed", exc_info=error)
+        self._outgoing.put(([(number, error)], None))
+
+    def _cancel(self, number: int, engine: Engine) -> None:
+        if (request_id := self._request_ids.get(number)) is not None:
+            engine.cancel(request_id)
+
+    def _cancel_all(self, engine: Engine) -> None:
+        for request_id in list(self._request_ids.values()):
+            engine.cancel(request_id)
+
+    def _explained(self, item: TokenEvent | Exception) -> TokenEvent | Exception:
+        """Requests that end with the engine end with its own word for why."""
+        if isinstance(item, Exception) or item.finish_reason is not FinishReason.ERROR:
+            return item
+        try:
+            self._engine.check()
+        except P99labError as error:
+            return error
+        return EngineFailedError("the engine has ended this request with an error")

@@ -1,0 +1,72 @@
+"""A gateway's process: HTTP, JSON and text, for an engine in its parent.
+
+Executed as a module by `gateways`, which writes its order to stdin as one line of JSON. One line on stdout answers it:
+`ready`, or why not. SIGTERM: no new requests, running ones finish; again, as SIGUSR1: at once. Ctrl-C, which reaches
+every process of a terminal, is the parent's to act on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import orjson
+
+from p99lab.errors import P99labError
+from p99lab.serving.order import FAILED, READY, GatewayOrder
+from p99lab.serving.remote_engine import remote_engine
+from p99lab.serving.server import Server
+
+
+def main() -> None:
+    """Serve until told to end, or until the engine has gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    order = GatewayOrder.parse(orjson.loads(sys.stdin.buffer.readline()))
+    try:
+        asyncio.run(_serve(order))
+    except P99labError as error:
+        _say(f"{FAILED}{error}")
+        sys.exit(error.exit_code)
+
+
+async def _serve(order: GatewayOrder) -> None:
+    async with remote_engine(order.address) as engine:
+        listening = socket.socket(fileno=order.listening_fd)
+        server = Server(engine, order.model, listening, order.drain_timeout_s, order.api_key)
+        with _stopping(server):
+            watching = asyncio.create_task(_stop_with(engine.gone, server))
+            await server.run(lambda: _say(READY))
+            watching.cancel()
+
+
+@contextmanager
+def _stopping(server: Server) -> Iterator[None]:
+    loop, numbers = asyncio.get_running_loop(), (signal.SIGTERM, signal.SIGUSR1)
+    for number in numbers:
+        loop.add_signal_handler(number, server.stop)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+async def _stop_with(gone: asyncio.Event, server: Server) -> None:
+    """A gateway without its engine has nothing to offer: its clients are told, and it ends."""
+    await gone.wait()
+    server.stop()
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.write(f"{line}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

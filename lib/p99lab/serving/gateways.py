@@ -1,0 +1,203 @@
+"""Gateways around an engine of this process: HTTP, JSON, tokenising and text in processes of their own.
+
+They die with this process, and share one listening socket, so that each accepts what the others have no time for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import selectors
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import orjson
+
+from p99lab.serving import child, sockets
+from p99lab.serving.engine_service import engine_service
+from p99lab.serving.order import FAILED, READY, GatewayOrder
+from p99lab.serving.process import ServerProcessError
+
+if TYPE_CHECKING:
+    from p99lab.engine.engine import Engine
+
+START_TIMEOUT_S = 60.0
+FAREWELL_S = 10.0  # beyond the drain's own time-out
+NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")  # by gateways, and not by this process
+
+
+@contextlib.contextmanager
+def serve_from_process(
+    engine: Engine,
+    *,
+    model: str | None = None,
+    api_key: str | None = None,
+    drain_timeout_s: float = 5.0,
+    num_gateways: int = 1,
+) -> Iterator[str]:
+    """Serve an engine on a free port of the loopback; yields the URL, which ends in `/v1`.
+
+    HTTP, JSON, tokenising and text cost other processes, not this one, which steps the engine. The engine is the
+    caller's: it is open before and after, and may be reconfigured between requests. On leaving, running requests have
+    `drain_timeout_s` to finish.
+
+    Args:
+        model: the name to clients; the engine's own when None.
+
+    Raises:
+        ServerProcessError: a gateway has not come up, or has ended by itself.
+        ModuleNotFoundError: a package of the extra `serve` is missing.
+    """
+    with contextlib.closing(sockets.bind("127.0.0.1", 0)) as listening:
+        name = model or engine.config.model.name
+        with gateways(engine, name, listening, drain_timeout_s, api_key, num_gateways) as running:
+            running.await_ready()
+            yield sockets.url(listening)
+            running.check()
+
+
+def require_packages() -> None:
+    """
+    Raises:
+        ModuleNotFoundError: a package that gateways need is missing.
+    """
+    for package in NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(f"no package '{package}'", name=package)
+
+
+@contextlib.contextmanager
+def gateways(
+    engine: Engine,
+    model: str,
+    listening: socket.socket,
+    drain_timeout_s: float,
+    api_key: str | None = None,
+    num_gateways: int = 1,
+) -> Iterator[Gateways]:
+    """Start gateways on a bound socket. On leaving they are told to drain, and killed if they take too long.
+
+    Raises:
+        BadParameterError: the address cannot be listened on, or see `engine_service`.
+        ModuleNotFoundError: a package that gateways need is missing.
+    """
+    require_packages()
+    sockets.listen(listening)
+    with engine_service(engine, num_gateways) as address, contextlib.ExitStack() as leaving:
+        order = GatewayOrder(
+            address=address,
+            listening_fd=listening.fileno(),
+            model=model,
+            drain_timeout_s=drain_timeout_s,
+            api_key=api_key,
+        )
+        processes = [leaving.enter_context(_started(order)) for _ in range(num_gateways)]
+        running = Gateways(processes, drain_timeout_s)
+        try:
+            yield running
+        finally:
+            running.end()
+
+
+class Gateways:
+    """The running gateways of one engine. A gateway's stdout closes when it ends: that is how its end is noticed."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]], drain_timeout_s: float) -> None:
+        self._processes = processes
+        self._drain_timeout_s = drain_timeout_s
+        self._num_stops = 0
+
+    def await_ready(self) -> bool:
+        """Return once all take requests. False: they were stopped before.
+
+        Raises:
+            ServerProcessError: one has not come up.
+        """
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        for process in self._processes:
+            line = _next_line(process, deadline_s)
+            if self._num_stops:
+                return False
+            if line is None:
+                raise ServerProcessError(f"no gateway after {START_TIMEOUT_S:.0f} s")
+            if line != READY:
+                raise ServerProcessError(f"no gateway: {line.removeprefix(FAILED)}" if line else self._end_of(process))
+        return True
+
+    def stop(self) -> None:
+        """Take no new requests, let the others finish; called again: give them up. Safe in a signal handler."""
+        number = signal.SIGUSR1 if self._num_stops else signal.SIGTERM
+        self._num_stops += 1
+        for process in self._processes:
+            process.send_signal(number)
+
+    def wait(self) -> None:
+        """Return when all have ended, as they were told.
+
+        Raises:
+            ServerProcessError: one has ended by itself; the others still run.
+        """
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ, process)
+            while selector.get_map():
+                for key, _ in selector.select():
+                    selector.unregister(key.fileobj)
+                    if not self._num_stops:
+                        raise ServerProcessError(self._end_of(key.data))
+
+    def check(self) -> None:
+        """
+        Raises:
+            ServerProcessError: one has ended by itself.
+        """
+        for process in self._processes:
+            if process.poll() is not None and not self._num_stops:
+                raise ServerProcessError(self._end_of(process))
+
+    def end(self) -> None:
+        """Stop all and wait for them; those that take longer than the drain allows are killed."""
+        if not self._num_stops:
+            self.stop()
+        deadline_s = time.monotonic() + self._drain_timeout_s + FAREWELL_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _end_of(self, process: subprocess.Popen[bytes]) -> str:
+        code = process.wait()
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return f"a gateway has ended by itself ({how}): its clients' requests are lost"
+
+
+@contextlib.contextmanager
+def _started(order: GatewayOrder) -> Iterator[subprocess.Popen[bytes]]:
+    """A gateway's process, killed on leaving if it has not ended by then."""
+    command = child.command("p99lab.serving.gateway", ())
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[order.listening_fd]
+    ) as process:
+        try:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError), process.stdin as order_pipe:  # one that has died says so itself
+                order_pipe.write(orjson.dumps(order.model_dump()) + b"\n")
+            yield process
+        finally:
+            process.kill()
+
+
+def _next_line(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
+    """The next line of a process; empty: it has ended; None: there was none in time."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        if not selector.select(max(0.0, deadline_s - time.monotonic())):
+            return None
+    return process.stdout.readline().decode(errors="replace").strip()

@@ -1,0 +1,23 @@
+"""What a gateway is told by the process that starts it, and how it answers."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from p99lab.strict import StrictModel
+
+READY = "ready"
+FAILED = "failed: "
+
+
+class GatewayOrder(StrictModel):
+    """`address`: of the engine's socket. `listening_fd`: an inherited socket on which clients are accepted.
+
+    It goes through a pipe: the key is on no command line and in no environment.
+    """
+
+    address: str
+    listening_fd: int = Field(ge=0)
+    model: str
+    drain_timeout_s: float = Field(ge=0)
+    api_key: str | None = None

@@ -40,6 +40,7 @@ HEAVY = (
     "matplotlib",
     "seaborn",
     "duckdb",
+    "grpc",
     "papermill",
     "nbformat",
     "fastapi",

@@ -87,6 +87,19 @@ def test_a_second_computation_is_replaced_by_the_first() -> None:
     tree.check([first.pages, np.append(replaced, second.pages[2])])
 
 
+def test_replaced_pages_may_be_kept_while_somebody_still_reads_them() -> None:
+    pool = PagePool(16, page_size=2)
+    tree = PrefixTree(pool)
+    tokens = ids(1, 2, 3, 4, 5)
+    first, second = tree.grant(tokens, 5), tree.grant(tokens, 5)
+    entered = tree.insert(tokens, first.pages)
+    assert tree.insert(tokens, second.pages, keep_replaced=True).tolist() == entered.tolist()
+    tree.check([first.pages, np.append(entered, second.pages[2]), second.pages[:2]])
+    tree.release(second.pages[:2])
+    assert pool.num_free == 16 - 4
+    tree.check([first.pages, np.append(entered, second.pages[2])])
+
+
 def test_a_grant_that_cannot_be_had_changes_nothing() -> None:
     pool = PagePool(6, page_size=2)
     tree = PrefixTree(pool)

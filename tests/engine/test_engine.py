@@ -118,7 +118,7 @@ def test_cancelled_requests_end_with_an_event_and_without_pages(engine: Engine) 
 def test_prompts_may_end_on_page_boundaries(engine: Engine, tiny_llama: str, page_size: int, num_tokens: int) -> None:
     prompts = [list(range(1, 1 + num_tokens)), list(range(1, 1 + num_tokens)), [*range(1, 65), 9]]
     cache = CacheConfig(page_size=page_size, num_pages=300)
-    grouping = GroupingConfig(min_shared_tokens=1)
+    grouping = GroupingConfig(decide_by="length", min_shared_tokens=1)
     with Engine(EngineConfig(model=tiny_llama, cache=cache, grouping=grouping)) as other:
         for _ in range(2):
             assert _tokens(other, prompts) == _tokens(engine, prompts)
@@ -137,6 +137,8 @@ def _tokens(engine: Engine, prompts: list[list[int]], num_tokens: int = 6) -> li
         SchedulerConfig(max_num_seqs=1),
         SchedulerConfig(composition="stock", max_num_batched_tokens=8),
         SchedulerConfig(policy="priority", max_num_batched_tokens=7, max_num_seqs=2),
+        SchedulerConfig(overlap=True, max_num_batched_tokens=1),
+        SchedulerConfig(overlap=True, max_num_seqs=1),
     ],
     ids=str,
 )
@@ -170,7 +172,7 @@ def test_half_precision_stays_near_single(engine: Engine, tiny_llama: str, dtype
         model=ModelConfig(name=tiny_llama, dtype=dtype),
         cache=CacheConfig(page_size=4, num_pages=200),
         scheduler=SchedulerConfig(max_num_batched_tokens=16),
-        grouping=GroupingConfig(min_shared_tokens=min_shared_tokens),
+        grouping=GroupingConfig(decide_by="length", min_shared_tokens=min_shared_tokens),
     )
     with Engine(config) as half:
         for _ in range(2):
@@ -231,14 +233,20 @@ class Clock:
 
 @pytest.mark.parametrize("composition", ["chunked", "stock"])
 @pytest.mark.parametrize("num_pages", [30, 200])
-def test_every_moment_of_a_request_is_accounted_for(tiny_llama: str, composition, num_pages: int) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_moment_of_a_request_is_accounted_for(
+    tiny_llama: str, composition, num_pages: int, overlap: bool
+) -> None:
     config = EngineConfig(
         model=tiny_llama,
         cache=CacheConfig(page_size=4, num_pages=num_pages, prefix_cache=False),
-        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=16),
+        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=16, overlap=overlap),
     )
     with Engine(config, clock=Clock()) as engine:
         completions = engine.generate(PROMPTS, LONG)
+        stats = engine.stats()
+    assert stats.busy_s > 0.0
+    assert min(stats.schedule_s, stats.launch_s, stats.wait_s, stats.update_s) >= stats.num_steps  # a second each
     stalled = 0.0
     for completion in completions:
         assert completion.usage is not None

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from p99lab.engine.config import EngineConfig
+from p99lab.engine.config import EngineConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion, TokenEvent
 from p99lab.engine.kv_pool import KVPool
@@ -203,9 +203,11 @@ def test_a_callback_may_close_the_engine(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("number", [1, 3, 7])
+@pytest.mark.parametrize("overlap", [False, True])
 def test_an_interrupted_batch_is_cancelled_and_the_engine_goes_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, overlap: bool
 ) -> None:
+    engine.reconfigure(SchedulerConfig(overlap=overlap))
     expected = [completion.token_ids for completion in engine.generate(PROMPTS, LONG)]
     launch, left = ModelRunner.launch, iter(range(number - 1, -1, -1))
 
@@ -223,7 +225,9 @@ def test_an_interrupted_batch_is_cancelled_and_the_engine_goes_on(
     assert [completion.token_ids for completion in engine.generate(PROMPTS, LONG)] == expected
 
 
-def test_an_interrupted_loop_loses_no_event(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupted_loop_loses_no_event(engine: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    engine.reconfigure(SchedulerConfig(overlap=overlap))
     expected = engine.generate([PROMPTS[0]], LONG)[0].token_ids
     launch = ModelRunner.launch
 

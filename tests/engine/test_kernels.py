@@ -152,9 +152,13 @@ def test_heads_are_normed_rotated_and_put_in_their_places(
     q_out = torch.full((4, num_q, dim), NOWHERE, dtype=dtype)
     k_pool, v_pool = torch.full((2, 7, num_kv, dim), NOWHERE, dtype=dtype)
 
+    q, k, v = qkv.clone().view(4, -1, dim).split((num_q, num_kv, num_kv), 1)
     kernels.rotate_and_store(qkv, table, slots, q_out, k_pool, v_pool, *norms, EPS)
 
-    q, k, v = qkv.view(4, -1, dim).split((num_q, num_kv, num_kv), 1)
+    own_q, own_k, own_v = qkv.view(4, -1, dim).split((num_q, num_kv, num_kv), 1)
+    assert torch.equal(own_q, q)
+    assert torch.equal(own_v, v)
+    assert torch.equal(own_k[[0, 1, 3]], k_pool[[5, 0, 3]])  # keys are rotated in place too, but for padding
     expected_k, expected_v = torch.full((2, 7, num_kv, dim), NOWHERE, dtype=dtype)
     stored = slots >= 0
     expected_k[slots[stored]], expected_v[slots[stored]] = rotated(k, table, norms[1])[stored], v[stored]

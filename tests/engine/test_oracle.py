@@ -58,7 +58,9 @@ def test_greedy_tokens_equal_transformers(tiny_model: tuple[Path, list[Answer]],
         model=ModelConfig(name=str(directory)),
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=30 if preempted else 600, prefix_cache=prefix_cache),
         scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk, overlap=overlap),
-        grouping=GroupingConfig(enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1),
+        grouping=GroupingConfig(
+            decide_by="length", enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1
+        ),
     )
     asked = list(enumerate(_prompts()))
     with Engine(config) as engine:
@@ -85,7 +87,7 @@ def test_requests_that_come_and_go_in_mid_flight_do_not_disturb_others(
         model=ModelConfig(name=str(directory)),
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=70),
         scheduler=SchedulerConfig(max_num_batched_tokens=11, overlap=overlap),
-        grouping=GroupingConfig(min_shared_tokens=4),
+        grouping=GroupingConfig(decide_by="length", min_shared_tokens=4),
     )
     finished: dict[str, list[int]] = {}
     cancelled: set[str] = set()

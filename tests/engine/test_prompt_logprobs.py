@@ -96,7 +96,9 @@ def test_they_equal_transformers(oracle: Oracle, case: tuple[Any, ...]) -> None:
         model=ModelConfig(name=str(oracle.directory)),
         cache=CacheConfig(page_size=4, num_pages=18 if preempted else 300, prefix_cache=prefix_cache != "off"),
         scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk, overlap=overlap),
-        grouping=GroupingConfig(enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1),
+        grouping=GroupingConfig(
+            decide_by="length", enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1
+        ),
     )
     with Engine(config) as engine:
         if prefix_cache == "warm":
@@ -162,7 +164,7 @@ def test_logits_of_a_long_prompt_exist_a_slice_at_a_time(oracle: Oracle, monkeyp
     monkeypatch.setattr(runner, "NUM_SCORED_AT_ONCE", 16)
     with Engine(EngineConfig(model=str(oracle.directory), cache=CacheConfig(page_size=4, num_pages=100))) as engine:
         (completion,) = engine.generate([prompts()[3]], sampling(NUM_TOP, max_tokens=1))
-        assert num_rows == [16, 16, len(prompts()[3]) - 1 - 32, 1]
+        assert num_rows == [1, 16, 16, len(prompts()[3]) - 1 - 32]
         oracle.check_scores(3, completion.prompt_logprobs, NUM_TOP)
         num_rows.clear()
         engine.generate([prompts()[3]], sampling(None, max_tokens=2))

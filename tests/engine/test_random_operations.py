@@ -128,7 +128,9 @@ class Session:
             max_num_seqs=int(rng.choice([1, 3, 8])),
             overlap=bool(rng.random() < 0.5),
         )
-        grouping = GroupingConfig(enabled=bool(rng.random() < 0.7), min_shared_tokens=int(rng.choice([1, 8])))
+        grouping = GroupingConfig(
+            decide_by="length", enabled=bool(rng.random() < 0.7), min_shared_tokens=int(rng.choice([1, 8]))
+        )
         if not self.engine.has_work:
             try:
                 self.engine.reconfigure(scheduler, grouping, prefix_cache=bool(rng.random() < 0.8))
@@ -148,7 +150,10 @@ class Session:
 def test_random_operations(tiny_llama: str, expected: dict[Tokens, list[int]], seed: int) -> None:
     page_size = (1, 2, 4, 16)[seed % 4]
     cache = CacheConfig(page_size=page_size, num_pages=-(-90 // page_size))  # one always fits, a few at once do not
-    scheduler, grouping = SchedulerConfig(overlap=seed % 2 == 0), GroupingConfig(min_shared_tokens=1)
+    scheduler, grouping = (
+        SchedulerConfig(overlap=seed % 2 == 0),
+        GroupingConfig(decide_by="length", min_shared_tokens=1),
+    )
     with Engine(EngineConfig(model=tiny_llama, cache=cache, scheduler=scheduler, grouping=grouping)) as engine:
         session = Session(engine, expected, seed)
         asyncio.run(session.run())

@@ -128,6 +128,7 @@ class Bench:
         )
         self.executor = Executor(page_size)
         self.requests: list[Request] = []
+        self.let_in: set[Request] = set()
         self.in_flight: deque[StepPlan] = deque()
 
     @property
@@ -153,6 +154,7 @@ class Bench:
         plan = self.scheduler.schedule(0.0)
         self.scheduler.check()
         if plan is not None:
+            self.let_in |= set(self.scheduler.turn.admitted)
             self.check_plan(plan)
             self.in_flight.append(plan)
         self.check_fence()
@@ -548,7 +550,7 @@ def test_a_request_whose_last_token_is_in_flight_has_no_more_rows_and_leaves_its
 @pytest.mark.parametrize("how", ["stop id", "cancelled", "finished"])
 def test_a_request_that_ends_while_the_next_step_has_a_row_of_it_keeps_its_pages_until_then(how: str) -> None:
     bench = Bench(page_size=2, overlap=True)
-    prompt = [0, 1, 2]
+    prompt = next([0, 1, token] for token in range(9) if next_token([0, 1, token]) in (1, 2))
     stop = next_token(prompt)
     request = bench.add(prompt, max_tokens=9, stop_token_ids=(stop,) if how == "stop id" else ())
     bench.schedule()
@@ -567,9 +569,9 @@ def test_a_request_that_ends_while_the_next_step_has_a_row_of_it_keeps_its_pages
     assert bench.pool.num_active == 1
     bench.run()
     assert bench.executor.tokens[twin.number][: twin.num_tokens] == tuple(twin.token_ids.tolist())
-    found = bench.add([*prompt, stop, 7], max_tokens=1)
+    found = bench.add([*prompt, 0 if how == "cancelled" else stop, 7], max_tokens=1)
     bench.run()
-    assert found.num_cached_tokens == (3 if how == "cancelled" else 4)  # what nobody knows the token of is not kept
+    assert found.num_cached_tokens == (3 if how == "cancelled" else 4)  # a placeholder is no token
 
 
 def test_a_page_replaced_by_the_trees_is_free_when_the_step_that_reads_it_has_ended() -> None:
@@ -602,6 +604,23 @@ def test_nobody_gives_way_while_a_step_is_in_flight() -> None:
     bench.check_outputs()
 
 
+def test_one_that_was_let_in_keeps_its_pages_until_its_copy_is_done_though_it_has_no_row() -> None:
+    bench = Bench(composition="stock", max_num_batched_tokens=8)
+    document = [0, 1, 2, 0, 1, 2]
+    bench.add(document, max_tokens=1)
+    bench.run()
+    bench.add([1] * 5)
+    second = bench.add([*document, *[2] * 5])
+    plan = bench.schedule()
+    assert (len(plan.rows), len(plan.copies)) == (1, 1)
+    assert bench.scheduler.cancel(second.request_id)
+    bench.check_fence()
+    bench.scheduler.check()
+    bench.update()
+    bench.run()
+    assert bench.pool.num_active == 0
+
+
 @pytest.mark.parametrize("name", ["num_placeholders", "num_computed_tokens", "num_pages"])
 def test_wrong_accounts_are_found_while_steps_are_in_flight(name: str) -> None:
     bench = Bench(page_size=2, overlap=True)
@@ -630,7 +649,6 @@ class Serving(RuleBasedStateMachine):
     )
     def start(self, **config) -> None:
         self.bench = Bench(**config)
-        self.let_in: set[Request] = set()
 
     @rule(
         prompt=st.lists(st.integers(0, 2), min_size=1, max_size=10),
@@ -643,7 +661,7 @@ class Serving(RuleBasedStateMachine):
     )
     def add(self, prompt: list[int], max_tokens: int, **options) -> None:
         pool, limit = self.bench.pool, self.bench.config.max_num_waiting
-        num_newcomers = len(set(self.bench.scheduler.waiting) - self.let_in)
+        num_newcomers = len(set(self.bench.scheduler.waiting) - self.bench.let_in)
         if pool.pages_for(len(prompt) + max_tokens - 1) > pool.num_pages:
             with pytest.raises(RequestTooLargeError):
                 self.bench.add(prompt, max_tokens, **options)
@@ -656,15 +674,15 @@ class Serving(RuleBasedStateMachine):
     @precondition(lambda self: self.bench.requests)
     @rule(
         data=st.data(),
-        num_more=st.integers(0, 3),
+        more=st.lists(st.integers(0, 1), max_size=3),
         max_tokens=st.integers(1, 6),
         prompt_logprobs=st.none() | st.just(0),
     )
-    def ask_again(self, data: st.DataObject, num_more: int, max_tokens: int, prompt_logprobs: int | None) -> None:
+    def ask_again(self, data: st.DataObject, more: list[int], max_tokens: int, prompt_logprobs: int | None) -> None:
         """A prompt that goes on from what another request has so far."""
         earlier = data.draw(st.sampled_from(self.bench.requests))
         self.add(
-            [*earlier.token_ids.tolist()[:10], *[1] * num_more],
+            [*earlier.token_ids.tolist()[:10], *more],
             max_tokens,
             ignore_eos=True,
             prompt_logprobs=prompt_logprobs,
@@ -699,7 +717,6 @@ class Serving(RuleBasedStateMachine):
         if hasattr(self, "bench"):
             self.bench.scheduler.check()
             self.bench.check_fence()
-            self.let_in |= set(self.bench.scheduler.running)
 
     def teardown(self) -> None:
         if hasattr(self, "bench"):

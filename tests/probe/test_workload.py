@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from p99lab.errors import BadParameterError
-from p99lab.probe.workload import OpenLoad, Workload, arrivals, make_documents, parse_load, queries
+from p99lab.probe.workload import OpenLoad, Workload, arrivals, cold_queries, make_documents, parse_load, queries
 
 pytestmark = pytest.mark.light
 
@@ -57,3 +57,36 @@ def test_a_stretch_of_the_queries_asks_the_same_but_arrives_from_the_start() -> 
     stretch = list(islice(queries(SMALL, documents, load, first=20), 10))
     assert [(q.index, q.prompt.digest) for q in stretch] == [(q.index, q.prompt.digest) for q in whole[20:]]
     assert [q.intended_s for q in stretch] == [q.intended_s for q in whole[:10]]
+
+
+# --- churn ----------------------------------------------------------------------------------------------------------
+
+
+def test_cold_documents_arrive_at_their_times_among_the_others() -> None:
+    workload = Workload(num_documents=2, document_tokens=(50, 60), question_tokens=(4, 6), vocab_size=100, seed=5)
+    documents = make_documents(workload)
+    quiet = OpenLoad(rate=10.0, duration_s=10.0)
+    churning = quiet.model_copy(update={"cold_every_s": 1.5})
+    usual = list(islice(queries(workload, documents, quiet, first=7), 60))
+    mixed = list(islice(queries(workload, documents, churning, first=7), 60))
+    times = [query.intended_s for query in mixed]
+    assert times == sorted(times)  # type: ignore[type-var]
+    cold = [query for query in mixed if query.document >= 2]
+    assert [query.intended_s for query in cold] == [1.5 * (place + 1) for place in range(len(cold))]
+    assert [query.document for query in cold] == [2 + place for place in range(len(cold))]
+    others = [query for query in mixed if query.document < 2]
+    assert [(q.index, q.prompt.digest, q.intended_s) for q in others] == [
+        (q.index, q.prompt.digest, q.intended_s) for q in usual[: len(others)]
+    ]
+
+
+def test_a_cold_document_shares_no_first_token_with_any_other() -> None:
+    workload = Workload(num_documents=2, document_tokens=(50, 50), question_tokens=(4, 4), vocab_size=40_000, seed=1)
+    documents = make_documents(workload)
+    cold = list(islice(cold_queries(workload, documents, 2.0), 20))
+    firsts = [int(query.prompt.token_ids[0]) for query in cold if query.prompt.token_ids is not None]
+    known = {int(document.passage.token_ids[0]) for document in documents if document.passage.token_ids is not None}
+    assert len({*firsts} | known) == 22
+    assert {query.num_document_tokens for query in cold} == {50}
+    others = islice(cold_queries(workload, documents, 2.0, first=1_000_000), 20)
+    assert not {query.prompt.digest for query in cold} & {query.prompt.digest for query in others}

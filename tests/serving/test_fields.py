@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from p99lab.serving.openai_api.errors import ApiError
 from p99lab.serving.openai_api.fields import (
@@ -34,6 +36,48 @@ def test_130_000_ids_become_one_array() -> None:
     assert (prompt.dtype, prompt.shape) == (np.int64, (130_000,))
     np.testing.assert_array_equal(prompt, ids)
     assert not hasattr(fields, "prompt")  # no model has seen it
+
+
+PIECES = ["0", "1", "01", "77", "2147483647", "2147483648", "-1", "1.5", "1e3", "true", '"a"', "[1]", "", " "]
+
+
+@given(st.lists(st.sampled_from(PIECES), max_size=5), st.sampled_from([",", ", ", " ,", ",\n"]))
+def test_ids_are_read_as_json_has_them(pieces: list[str], comma: str) -> None:
+    """Whichever way a list is read: the same numbers, and no list that is no JSON."""
+    body = f'{{"model": "m", "prompt": [{comma.join(pieces)}], "n": 1}}'.encode()
+    try:
+        expected = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        with pytest.raises(ApiError, match="no valid JSON"):
+            parse_body(body)
+        return
+    found = parse_body(body)
+    prompt = found["prompt"]
+    assert (prompt.tolist() if isinstance(prompt, np.ndarray) else prompt) == expected["prompt"]
+    assert (found["model"], found["n"]) == ("m", 1)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"user": '"prompt":[1]', "prompt": [2]},
+        {"metadata": {"prompt": [1]}, "prompt": "text"},
+        {"metadata": {"prompt": [1]}, "prompt": [2, 3]},
+        {"prompt": 'see "prompt": [1, 2]'},
+        {"prompt": [[1, 2], [3]]},
+        {"Prompt": [1], "prompt": None, "x": [1]},
+    ],
+)
+def test_a_list_elsewhere_is_not_taken_for_the_prompt(body: dict[str, Any]) -> None:
+    found = parse_body(orjson.dumps(body))
+    if isinstance(found.get("prompt"), np.ndarray):
+        found["prompt"] = found["prompt"].tolist()
+    assert found == {name: value for name, value in body.items() if value is not None}
+
+
+def test_the_last_of_two_prompts_counts() -> None:
+    assert parse_body(b'{"prompt":[1],"prompt":"t"}') == {"prompt": "t"}
+    assert parse_body(b'{"prompt":[1],"prompt":[2]}')["prompt"] == [2]
 
 
 def test_every_kind_of_prompt() -> None:

@@ -153,6 +153,10 @@ class PrefixTree:
         """The step that executed a granted copy has ended: its source is no longer held."""
         self.pool.unpin(np.array([copy.source], np.int32))
 
+    def find(self, token_ids: IntArray) -> IntArray:
+        """The whole pages that the tree holds of `token_ids`, [num_pages] int32. Changes nothing."""
+        return self._match(token_ids if self.enabled else NO_PAGES).pages
+
     def touch(self, token_ids: IntArray) -> None:
         """Count what the tree holds of `token_ids` as used now, so that it is evicted late."""
         self._use(self._match(token_ids).path)

@@ -2,26 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from p99lab.commands.console import needs_extra, out
+from p99lab.errors import BadParameterError
+
+if TYPE_CHECKING:
+    from p99lab.lab.bench.rows import BenchRow
+
+H200 = "h200"
 
 
 def bench(
-    name: Annotated[str, typer.Argument(help="plan (the control plane alone), cpu (beside transformers) or ingest (HTTP).")],
+    name: Annotated[
+        str,
+        typer.Argument(help="plan (control plane), cpu (beside transformers), ingest (HTTP) or h200 (a GPU, 128K)."),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Rows with hardware and revision as JSON.")] = False,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", help="A folder for bench_NAME.json, .parquet and .md, kept up row by row.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(metavar="CASE", help="h200: this case (repeatable).")] = None,
+    size: Annotated[list[str] | None, typer.Option("-p", metavar="NAME=VALUE", help="h200: overrides a size.")] = None,
+    vllm_site: Annotated[
+        Path | None, typer.Option(help="h200: the folder vLLM is installed in (pip install --target).")
+    ] = None,
+    model_dir: Annotated[
+        Path | None, typer.Option(help="h200: vLLM's config and tokenizer, of the same shape.")
+    ] = None,
+    vllm_argument: Annotated[
+        list[str] | None, typer.Option(metavar="FLAG", help="h200: --flag=value, in place of vLLM's best (repeatable).")
+    ] = None,
 ) -> None:
     """Measure speed: each figure beside its floor by arithmetic, and beside a peer in the same run.
 
-    `× floor` is 1 at the floor and larger when worse; `× peer` is above 1 where this project is better.
+    `× floor` is 1 at the floor and larger when worse; `× peer` is above 1 where this project is better. A bar is what a
+    figure must not exceed.
     """
+    for_h200 = {"--only": only, "-p": size, "--vllm-site": vllm_site, "--model-dir": model_dir}
+    if name != H200 and (given := [option for option, value in for_h200.items() if value]):
+        raise BadParameterError(f"{', '.join(given)}: only for p99lab bench {H200}")
+    if (vllm_site is None) != (model_dir is None):
+        raise BadParameterError("--vllm-site and --model-dir go together")
     with needs_extra("engine", f"p99lab bench {name}"):
         from p99lab.lab.bench import report
 
-        rows = report.run(name)
+        if name == H200:
+            rows = _h200(only or [], size or [], vllm_site, model_dir, vllm_argument or [], out_dir)
+        else:
+            rows = report.run(name)
+            if out_dir is not None:
+                report.write(out_dir, name, rows)
     if as_json:
         out.print_json(data=report.as_record(rows))
     else:
         out.print(report.table(rows))
+
+
+def _h200(
+    only: list[str],
+    sizes: list[str],
+    site: Path | None,
+    model_dir: Path | None,
+    vllm_arguments: list[str],
+    out_dir: Path | None,
+) -> list[BenchRow]:
+    """Its rows; progress goes to stderr, and what is known so far to the folder."""
+    from p99lab.lab.bench import h200, report
+    from p99lab.lab.bench.h200_sizes import H200Bench, chosen
+    from p99lab.lab.parameters import given
+    from p99lab.lab.vllm_server import spec_of
+
+    asked, cases = H200Bench.parse(given(H200Bench, sizes)), chosen(only)
+    spec = spec_of(None if site is None else str(site), None if model_dir is None else str(model_dir), vllm_arguments)
+    progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    rows: list[BenchRow] = []
+    for row in h200.rows(asked, cases, spec, lambda line: progress.print(line, markup=False)):
+        rows.append(row)
+        if out_dir is not None:
+            report.write(out_dir, H200, rows)
+    return rows

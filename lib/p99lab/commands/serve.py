@@ -29,7 +29,7 @@ def serve(
     ] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish at the end.")] = 30.0,
     gateways: Annotated[
-        int, typer.Option(help="Processes for HTTP, JSON and text; one takes some hundred 128K-token prompts a second.")
+        int, typer.Option(help="Processes for HTTP, JSON and text; one takes about 100 128K-token prompts a second.")
     ] = 1,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 from p99lab.engine.attention.base import AttentionBackend
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import MAX_NUM_SEQS, EngineConfig
-from p99lab.engine.graphs import StepGraphs
+from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.runner import ModelRunner
@@ -39,9 +39,11 @@ def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRu
     from p99lab.engine.attention.flashinfer import FlashInferAttention
 
     captured = FlashInferAttention(pool, weights.geometry)
-    with torch.inference_mode():
-        max_num_tokens = min(config.scheduler.max_num_seqs, config.graphs.max_num_tokens)
-        graphs = StepGraphs(model, captured, sampled, max_num_tokens) if config.graphs.enabled else None
+    graphs = None
+    if config.graphs.enabled:
+        wanted = shapes(config.scheduler.max_num_seqs, config.graphs.max_num_tokens)
+        with torch.inference_mode():
+            graphs = StepGraphs(model, captured, sampled, wanted)
     return ModelRunner(model, pool, captured, config.seed, sampled, graphs)
 
 

@@ -38,7 +38,9 @@ class SchedulerConfig(StrictModel):
     `stock`: whole prompts, decode only when no admitted prompt waits. `chunked`: decode rows first, then as many prompt
     tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims. While
     `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never). With `overlap` a
-    step is planned and launched while the one before it runs.
+    step is planned and launched while the one before it runs. `max_step_s`: while requests decode, `chunked` gives
+    prompts no more of a step than keeps its predicted device time within that. `max_hold_s`: for how long a waiting
+    request may be passed by others whose document has more company.
     """
 
     composition: Literal["stock", "chunked"] = "chunked"
@@ -47,12 +49,19 @@ class SchedulerConfig(StrictModel):
     max_num_seqs: int = Field(64, ge=1, le=MAX_NUM_SEQS)
     max_num_waiting: int | None = Field(None, ge=1)
     overlap: bool = False
+    max_step_s: float | None = Field(None, gt=0)
+    max_hold_s: float = Field(0.0, ge=0)
 
 
 class GroupingConfig(StrictModel):
-    """Shared-prefix groups: off, or on for prefixes of at least `min_shared_tokens`."""
+    """Shared-prefix groups: off, or on for prefixes of at least `min_shared_tokens`.
+
+    `decide_by` `cost`: only where the device's cost model says that it pays; `length`: wherever they are long enough,
+    which also holds where a device has no cost model.
+    """
 
     enabled: bool = True
+    decide_by: Literal["cost", "length"] = "cost"
     min_shared_tokens: int = Field(256, ge=1)
 
 
@@ -64,13 +73,10 @@ class AttentionConfig(StrictModel):
 
 
 class GraphsConfig(StrictModel):
-    """Steps of up to `max_num_tokens` one-token rows as CUDA graphs, where the attention backend allows them.
-
-    They are captured when the engine starts, up to its `max_num_seqs`; `enabled` decides whether they are used.
-    """
+    """Steps of up to `max_num_tokens` tokens as CUDA graphs, captured at start where the attention allows it."""
 
     enabled: bool = True
-    max_num_tokens: int = Field(128, ge=1)
+    max_num_tokens: int = Field(512, ge=1)
 
 
 class EngineConfig(StrictModel):

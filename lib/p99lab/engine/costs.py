@@ -89,6 +89,13 @@ class _Work:
     even_s: float
 
 
+def device_costs(device_name: str) -> DeviceCosts | None:
+    """What has been measured of a device, by `torch.cuda.get_device_name` or "cpu"; None: nothing."""
+    if device_name == "cpu":
+        return TWO_CORES
+    return H200 if "H200" in device_name else None
+
+
 class StepCost:
     """Predicts device time for one model on one device."""
 
@@ -114,7 +121,7 @@ class StepCost:
     def step_time_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of a step that attends as `groups` says."""
         num_tokens = sum(len(row.token_ids) for row in rows)
-        attention_s = self.attention_s(levels_of(rows, groups, self._page_size)) + self._causal_s(rows)
+        attention_s = self.attention_of_s(rows, groups) + self._causal_s(rows)
         return (
             self._device.step_s
             + num_tokens * self._device.token_s
@@ -150,14 +157,19 @@ class StepCost:
             segment = self._best_segment(work)
         return self._device.launch_s + len(levels) * self._device.level_s + self._cut_s(work, segment)
 
-    def level_s(self, num_tokens: int, num_keys: int) -> float:
-        """What one uncut level adds to a layer that keeps every slot busy; nothing when it has no keys."""
-        if num_keys == 0:
-            return 0.0
-        device = self._device
-        overhead_s = self._num_items(num_tokens) * device.item_s / device.num_slots + device.level_s
-        product_s = self._num_items(num_tokens) * num_keys * self._even_key_s
-        return max(product_s, num_keys * self._read_key_s) + overhead_s + num_tokens * self._partial_s
+    def attention_of_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
+        """Seconds of one layer's attention as `groups` says, without what rows see of their own new tokens."""
+        return self.attention_s(levels_of(rows, groups, self._page_size))
+
+    def group_pays(self, num_keys: int, readers: Sequence[int]) -> bool:
+        """Whether keys are read faster in a level of their own than by each of `readers` (tokens) beside its others.
+
+        Counted for a device that is busy: a level's own items and the merging of its results against the time saved.
+        """
+        num_tokens = sum(readers)
+        own_s = self._num_items(num_tokens) * self._device.item_s / self._device.num_slots + self._device.level_s
+        apart_s = self._reading_s(num_tokens, num_keys) + own_s + num_tokens * self._partial_s
+        return apart_s < sum(self._reading_s(reader, num_keys) for reader in readers)
 
     def segment_tokens(self, levels: Sequence[Level]) -> int:
         """Keys of a segment that make the levels' attention fastest; a level that has no more is not cut.
@@ -223,6 +235,9 @@ class StepCost:
             num_rounds = -(-num_longer // self._device.num_slots)
             fullest_s = max(fullest_s, num_rounds * (num_keys * self._tile_key_s + self._device.item_s))
         return fullest_s
+
+    def _reading_s(self, num_tokens: int, num_keys: int) -> float:
+        return max(self._num_items(num_tokens) * num_keys * self._even_key_s, num_keys * self._read_key_s)
 
     def _num_items(self, num_tokens: int) -> int:
         return -(-num_tokens * self._fold // self._device.tile_rows) * self._num_kv_heads

@@ -20,6 +20,7 @@ from p99lab.caches.pages import PagePool
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.backends import make_runner
 from p99lab.engine.config import EngineConfig, GroupingConfig, SchedulerConfig
+from p99lab.engine.costs import StepCost, device_costs
 from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent, Usage
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.interrupts import uninterrupted
@@ -52,7 +53,7 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class Underway:
     """A step in flight."""
 
     plan: StepPlan
@@ -96,10 +97,12 @@ class Engine:
         self.config = config
         self.clock = clock
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
+        costs = device_costs("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))
+        self._costs = None if costs is None else StepCost(costs, self.geometry, page_size, dtype.itemsize)
         self._scheduler = self._new_scheduler()
         self._runner: Runner | None = new_runner(config, weights, pool)
         self._step_times = StepTimes()
-        self._in_flight: deque[Launched] = deque()  # oldest first; between two calls at most one
+        self._in_flight: deque[Underway] = deque()  # oldest first; between two calls at most one
         self._live: dict[str, Live] = {}
         self._events: list[TokenEvent] = []  # for the next `step`
         self._outbox: deque[tuple[OnEvent, TokenEvent]] = deque()
@@ -239,7 +242,7 @@ class Engine:
             self._deliver()
 
     def cancel(self, request_id: str) -> bool:
-        """End a request at any moment; its pages are free when no step is in flight that touches them, or at once.
+        """End a request at any moment; its pages are free before the next step, or once a step that runs has ended.
 
         False: no such request.
         """
@@ -421,7 +424,8 @@ class Engine:
             self._deliver()
 
     def _new_scheduler(self) -> Scheduler:
-        return Scheduler(self.config.scheduler, self.config.grouping, self._tree, self.tokenizer.eos_ids)
+        config = self.config
+        return Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
 
     def _usable_runner(self) -> Runner:
         """The runner of an engine that can still be used.
@@ -455,8 +459,9 @@ class Engine:
         self._step_times.schedule_s += planned_s - began_s
         if plan is None:
             return False
-        book_launch(self._scheduler.turn, planned_s, is_idle=not self._in_flight)
-        self._in_flight.append(Launched(plan, runner.launch(plan), planned_s))
+        if not self._in_flight:
+            book_launch(self._scheduler.turn, planned_s)
+        self._in_flight.append(Underway(plan, runner.launch(plan), planned_s))
         self._step_times.launch_s += self.clock() - planned_s
         return True
 
@@ -467,10 +472,12 @@ class Engine:
         result = oldest.step.result()
         ended_s = self.clock()
         self._in_flight.popleft()
-        book_step(self._scheduler.running, oldest.plan, ended_s)
+        next_admitted = self._scheduler.turn.admitted if self._in_flight else ()
+        book_step(self._scheduler.running, oldest.plan, next_admitted, ended_s)
         for change in self._scheduler.update(result):
             self._tell(change)
         self._step_times.add(oldest.plan.num_tokens, oldest.launched_s, ended_s)
+        self._step_times.device_s += result.device_s or 0.0
         self._step_times.wait_s += ended_s - began_s
         self._step_times.update_s += self.clock() - ended_s
 
@@ -498,9 +505,9 @@ class Engine:
 
     def _end_all(self) -> None:
         """The end of the engine: all its requests end with an error, and its memory is given up."""
-        for launched in self._in_flight:
+        for underway in self._in_flight:
             with suppress(Exception):  # a device that has failed says so again
-                launched.step.abandon()
+                underway.step.abandon()
         for live in [*self._live.values()]:
             self._abort(live, FinishReason.ERROR)
         self._in_flight.clear()

@@ -24,77 +24,91 @@ from p99lab.engine.staging import ALIGNMENT, upload
 PARTIALS_PER_TOKEN = 8
 MORE_PARTIALS = 64  # so that a single token may have its prefix in 64 segments
 SMALL_STEPS = (1, 2, 4)  # tokens; then every multiple of 8
+MIXED_STEP = 32  # between captured sizes of steps that have prompts in them
 EMPTY_STEP = StepPlan(0, ())
 
 
-def shape_for(num_tokens: int) -> GraphShape:
-    return GraphShape(num_tokens, PARTIALS_PER_TOKEN * num_tokens + MORE_PARTIALS)
+def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
+    """The steps to capture, smallest first: rows of one token each, then such rows with prompts among them."""
+    most = min(max_num_seqs, max_num_tokens)
+    decode = sorted({*(n for n in SMALL_STEPS if n < most), *range(8, most, 8), most})
+    mixed = range(2 * MIXED_STEP, max_num_tokens + 1, MIXED_STEP)
+    return [
+        *(GraphShape(n, PARTIALS_PER_TOKEN * n + MORE_PARTIALS, 0, n) for n in decode),
+        *(GraphShape(n, PARTIALS_PER_TOKEN * n + MORE_PARTIALS, n, min(n, max_num_seqs)) for n in mixed),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
     shape: GraphShape
     graph: torch.cuda.CUDAGraph
-    inputs: torch.Tensor  # [3 * num_tokens, each part aligned] int32
+    inputs: torch.Tensor  # int32: token ids, positions, sources, rows that sample, each aligned
     lists: torch.Tensor  # int32, see GraphAttention
-    logits: torch.Tensor  # [num_tokens, vocab] float32
+    logits: torch.Tensor  # [num_samples, vocab] float32
+
+    def replay(self, num_samples: int) -> torch.Tensor:
+        """Launch the step that was prepared. Returns [num_samples, vocab] float32, valid until the next launch."""
+        self.graph.replay()
+        return self.logits[:num_samples]
+
+    def fits(self, num_tokens: int, is_decode: bool, num_samples: int) -> bool:
+        shape = self.shape
+        return (
+            (shape.num_causal == 0) == is_decode and num_tokens <= shape.num_tokens and num_samples <= shape.num_samples
+        )
 
 
 class StepGraphs:
-    """Captured steps of a model and an attention, smallest first. All graphs share one pool of memory.
+    """Captured steps of a model and an attention. All graphs share one pool of memory.
 
     Args:
         sampled: [max rows] int64, what the rows of the latest step have sampled; read by rows that follow them.
-        max_num_tokens: the largest step to capture.
+        wanted: smallest first, see `shapes`.
     """
 
     def __init__(
-        self, model: LlamaModel, attention: GraphAttention, sampled: torch.Tensor, max_num_tokens: int
+        self, model: LlamaModel, attention: GraphAttention, sampled: torch.Tensor, wanted: Sequence[GraphShape]
     ) -> None:
         self._model, self._attention, self._sampled = model, attention, sampled
         self._memory: Any = None  # torch's handle of the graphs' pool
-        sizes = [n for n in SMALL_STEPS if n < max_num_tokens] + [*range(8, max_num_tokens, 8), max_num_tokens]
-        captured = [self._capture(shape_for(size)) for size in sorted(set(sizes), reverse=True)]
-        self._captured = captured[::-1]
+        self._captured = [self._capture(shape) for shape in reversed(wanted)][::-1]
 
-    def run(self, plan: StepPlan, inputs: Sequence[IntArray]) -> torch.Tensor | None:
-        """Launch the step. None, and nothing launched: no graph has its shape.
+    def prepare(self, plan: StepPlan, inputs: Sequence[IntArray], samples: IntArray) -> Captured | None:
+        """Send a step's lists and inputs to the buffers of a graph; None, and nothing sent: no graph has its shape.
 
         Args:
             inputs: token ids, positions and sources, see `resolved`; [T] int32 each.
-
-        Returns:
-            Logits of each token, [T, vocab] float32, valid until the next call.
+            samples: [R], tokens whose logits are wanted.
         """
         num_tokens = plan.num_tokens
-        if num_tokens != len(plan.rows) or num_tokens > self._captured[-1].shape.num_tokens:
+        sizes = (num_tokens, num_tokens == len(plan.rows), len(samples))
+        captured = next((one for one in self._captured if one.fits(*sizes)), None)
+        if captured is None or not self._attention.plan_graph(plan, captured.shape, captured.lists):
             return None
-        captured = next(one for one in self._captured if one.shape.num_tokens >= num_tokens)
-        if not self._attention.plan_graph(plan, captured.shape, captured.lists):
-            return None
-        upload(_padded(inputs, captured.shape.num_tokens), captured.inputs.device, captured.inputs)
-        captured.graph.replay()
-        return captured.logits[:num_tokens]
+        upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
+        return captured
 
     def _capture(self, shape: GraphShape) -> Captured:
         device = self._sampled.device
-        aligned = -(-shape.num_tokens // ALIGNMENT) * ALIGNMENT
-        inputs = torch.zeros(3 * aligned, dtype=torch.int32, device=device)
+        nothing = np.empty(0, np.int32)
+        inputs = torch.zeros(4 * (shape.num_tokens + ALIGNMENT), dtype=torch.int32, device=device)
         lists = torch.zeros(self._attention.list_elements(shape), dtype=torch.int32, device=device)
-        parts = upload(_padded([np.empty(0, np.int32)] * 3, shape.num_tokens), device, inputs)
+        parts = upload(_padded([nothing] * 3, nothing, shape), device, inputs)
         self._attention.plan_graph(EMPTY_STEP, shape, lists)
-        self._forward(parts)  # compiles and loads what capturing must not
+        self._forward(*parts)  # compiles and loads what capturing must not
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._forward(parts)
+            logits = self._forward(*parts)
         self._memory = graph.pool()
         return Captured(shape, graph, inputs, lists, logits)
 
-    def _forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        token_ids, positions, sources = parts
+    def _forward(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor, samples: torch.Tensor
+    ) -> torch.Tensor:
         known = resolved(token_ids, sources, self._sampled)
-        return self._model.logits(self._model.forward(known, positions, self._attention))
+        return self._model.logits(self._model.forward(known, positions, self._attention)[samples])
 
 
 def resolved(token_ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:
@@ -102,9 +116,10 @@ def resolved(token_ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tens
     return torch.where(sources < 0, token_ids, sampled[sources.clamp_min(0)])
 
 
-def _padded(inputs: Sequence[IntArray], num_tokens: int) -> list[IntArray]:
+def _padded(inputs: Sequence[IntArray], samples: IntArray, shape: GraphShape) -> list[IntArray]:
     fill = (0, 0, -1)
-    return [
-        np.pad(part, (0, num_tokens - len(part)), constant_values=value)
+    padded = [
+        np.pad(part, (0, shape.num_tokens - len(part)), constant_values=value)
         for part, value in zip(inputs, fill, strict=True)
     ]
+    return [*padded, np.pad(samples, (0, shape.num_samples - len(samples)))]

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
+from p99lab.engine.costs import StepCost
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import IntArray
 
@@ -26,34 +28,59 @@ class Level:
     num_pages: int
 
 
-def arrange(rows: Sequence[Row], page_size: int, min_shared_tokens: int) -> tuple[list[int], tuple[PrefixGroup, ...]]:
+def arrange(
+    rows: Sequence[Row], page_size: int, min_shared_tokens: int, costs: StepCost | None = None
+) -> tuple[list[int], tuple[PrefixGroup, ...]]:
     """An order of `rows` (their indices) in which the rows of every group are neighbours, and the groups in that order.
 
     Groups are of at least two rows and `min_shared_tokens` tokens each; see `PrefixGroup` for what holds of them. Only
-    pages computed entirely before the step are shared. A level of the trie that is too short is not given up where rows
-    share more below it: its pages then belong to the groups below, each of which reads them once.
+    pages computed entirely before the step are shared. A level of the trie that is too short, or that `costs` say is
+    read faster by whoever comes below it, is not given up where rows share more there: its pages then belong to the
+    groups below, each of which reads them once. With `costs` the groups are never predicted slower than none at all.
     """
-    order, levels = _trie([row.page_table[: row.num_computed_tokens // page_size] for row in rows])
+    order, levels = trie([row.page_table[: row.num_computed_tokens // page_size] for row in rows])
+    rows = [rows[i] for i in order]
+    readers = _readers(levels, [len(row.token_ids) for row in rows]) if costs is not None else []
     groups = []
     above: list[tuple[int, int]] = []  # of the levels around the next one: where it ends, and pages spoken for
-    for level in levels:
+    for index, level in enumerate(levels):
         while above and above[-1][0] <= level.first:
             above.pop()
         start = above[-1][1] if above else 0
-        if (level.num_pages - start) * page_size >= min_shared_tokens:
+        num_keys = (level.num_pages - start) * page_size
+        if num_keys >= min_shared_tokens and (costs is None or costs.group_pays(num_keys, readers[index])):
             groups.append(PrefixGroup(tuple(range(level.first, level.last)), start, level.num_pages - start))
             start = level.num_pages
         above.append((level.last, start))
+    if costs is not None and costs.attention_of_s(rows, groups) > costs.attention_of_s(rows, ()):
+        groups = []
     return order, tuple(groups)
 
 
-def group_rows(rows: Sequence[Row], page_size: int, min_shared_tokens: int) -> tuple[PrefixGroup, ...]:
+def group_rows(
+    rows: Sequence[Row], page_size: int, min_shared_tokens: int, costs: StepCost | None = None
+) -> tuple[PrefixGroup, ...]:
     """The groups of `arrange` for rows that stay in their order."""
-    order, groups = arrange(rows, page_size, min_shared_tokens)
+    order, groups = arrange(rows, page_size, min_shared_tokens, costs)
     return tuple(replace(group, rows=tuple(sorted(order[i] for i in group.rows))) for group in groups)
 
 
-def _trie(tables: Sequence[IntArray]) -> tuple[list[int], list[Level]]:
+def _readers(levels: Sequence[Level], num_tokens: Sequence[int]) -> list[list[int]]:
+    """Who would read each level's pages if it were no group: the levels and rows directly below, as their tokens."""
+    until = [0, *accumulate(num_tokens)]
+    deepest = [0] * len(num_tokens)
+    readers: list[list[int]] = [[] for _ in levels]
+    for index, level in enumerate(levels):
+        if index:
+            readers[deepest[level.first]].append(until[level.last] - until[level.first])
+        deepest[level.first : level.last] = [index] * (level.last - level.first)
+    if levels:
+        for index, size in zip(deepest, num_tokens, strict=True):
+            readers[index].append(size)
+    return readers
+
+
+def trie(tables: Sequence[IntArray]) -> tuple[list[int], list[Level]]:
     """The tables' indices in the order of a walk through their trie; its inner nodes, each before those below it."""
     order: list[int] = []
     levels: list[Level] = []

@@ -89,9 +89,9 @@ class Timeline:
 
     From arrival to the end every moment belongs to one of five shares, so that
     `queue_s + prefill_s + decode_s + stalled_s + scheduling_s == finished_s - arrival_s`:
-    `queue_s` no pages granted yet, or preempted and waiting again · `prefill_s` device steps that computed its prompt ·
-    `decode_s` device steps that computed its output · `stalled_s` device steps that ran without it while it held
-    pages · `scheduling_s` host time between steps while it held pages.
+    `queue_s` before the first step that it holds pages in, or preempted and waiting again · `prefill_s` device steps
+    that computed its prompt · `decode_s` device steps that computed its output · `stalled_s` device steps that ran
+    without it while it held pages · `scheduling_s` host time between steps while it held pages.
     """
 
     arrival_s: float

@@ -38,7 +38,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """Two points in a CUDA stream: where a step begins, and where all that the host wants of it has been copied."""
+    """Two points in a CUDA stream: where a step begins to compute, and where all that the host wants of it is copied.
+
+    Before the first, the stream has brought lists and inputs, which counts as idle.
+    """
 
     began: torch.cuda.Event
     ended: torch.cuda.Event
@@ -107,6 +110,7 @@ class ModelRunner:
     ) -> None:
         self._model = model
         self._pool = pool
+        self._device = pool.k.device
         self._attention = attention
         self._seed = seed
         self._sampled = sampled
@@ -119,28 +123,30 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Put a step into the stream, behind the step before it."""
-        span = DeviceSpan.begin(self._pool.k.device)
         self._pool.copy_pages(plan.copies)
         inputs = _inputs(plan)
         sampling = [i for i, row in enumerate(plan.rows) if row.samples]
+        ends = np.cumsum([row.num_scheduled_tokens for row in plan.rows], dtype=np.int32)
+        samples = ends[sampling] - 1
         wants_hidden = any(row.target_ids is not None for row in plan.rows)
-        logits = None if self._graphs is None or wants_hidden else self._graphs.run(plan, inputs)
+        captured = None if self._graphs is None or wants_hidden else self._graphs.prepare(plan, inputs, samples)
         prompt_scores: dict[int, list[Scores]] = {}
-        if logits is None:
+        if captured is not None:
+            span = DeviceSpan.begin(self._device)
+            logits = captured.replay(len(samples))
+        else:
             self._attention.plan(plan)
-            hidden = self._forward(inputs)
-            ends = np.cumsum([row.num_scheduled_tokens for row in plan.rows], dtype=np.int32)
-            logits = self._logits(hidden, ends[sampling] - 1)
+            on_device = upload(inputs, self._device)
+            span = DeviceSpan.begin(self._device)
+            hidden = self._forward(*on_device)
+            logits = self._logits(hidden, samples)
             prompt_scores = self._score_prompts(plan, hidden)
-        elif len(sampling) < len(plan.rows):
-            logits = logits[self._index(np.array(sampling, np.int32))]
         chosen, scores = self._sample(logits, [plan.rows[i] for i in sampling], sampling)
         if span is not None:
             span.ended.record()
         return Launched(plan, sampling, chosen, scores, prompt_scores, span)
 
-    def _forward(self, inputs: Sequence[IntArray]) -> torch.Tensor:
-        token_ids, positions, sources = upload(inputs, self._pool.k.device)
+    def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         return self._model.forward(resolved(token_ids, sources, self._sampled), positions, self._attention)
 
     def _logits(self, hidden: torch.Tensor, tokens: IntArray) -> torch.Tensor:
@@ -182,7 +188,7 @@ class ModelRunner:
         return score(self._model.logits(hidden[: len(targets)]), targets, num_top).to_host()
 
     def _index(self, array: IntArray) -> torch.Tensor:
-        (index,) = upload([array], self._pool.k.device)
+        (index,) = upload([array], self._device)
         return index.long()
 
 

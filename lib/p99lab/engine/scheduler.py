@@ -12,19 +12,20 @@ taken in: its pages are not freed, its requests do not give way.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 
 from p99lab.caches.pages import PageCopy
 from p99lab.caches.prefix_tree import Grant, PrefixTree
+from p99lab.engine.admission import Admission
+from p99lab.engine.composition import Chunked, Composition, StepBound, Stock, remaining
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
+from p99lab.engine.costs import StepCost
 from p99lab.engine.grouping import arrange
 from p99lab.engine.plan import PrefixGroup, Row, StepPlan, StepResult
-from p99lab.engine.policy import POLICIES
+from p99lab.engine.policy import POLICIES, URGENCIES
 from p99lab.engine.request import FinishReason, IntArray, Logprobs, Request, Status
 from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
@@ -76,72 +77,6 @@ class Counters:
     num_refusals: int = 0  # admissions that had to wait for pages
 
 
-class Composition(Protocol):
-    """How a step is put together from the requests that hold pages (most urgent first)."""
-
-    def room(self, running: Sequence[Request]) -> int:
-        """Prompt tokens that a step could still take if one more request were admitted."""
-        ...
-
-    def shares(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
-        """Who computes how many tokens in this step; at least one share when anybody has tokens left to compute."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Chunked:
-    """Decode rows first, then prompts in pieces, as many tokens as fit (Sarathi-Serve, arXiv:2403.02310)."""
-
-    max_num_batched_tokens: int
-
-    def room(self, running: Sequence[Request]) -> int:
-        return self.max_num_batched_tokens - sum(remaining(request) for request in running)
-
-    def shares(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
-        shares = []
-        left = self.max_num_batched_tokens
-        for request in sorted(running, key=is_prompt):
-            num_tokens = min(remaining(request), left)
-            if num_tokens:
-                shares.append((request, num_tokens))
-            left -= num_tokens
-        return shares
-
-
-@dataclass(frozen=True, slots=True)
-class Stock:
-    """Whole prompts alone while there are any, else all decode rows: the baseline. A prompt too long runs by itself."""
-
-    max_num_batched_tokens: int
-
-    def room(self, running: Sequence[Request]) -> int:
-        return self.max_num_batched_tokens - sum(remaining(request) for request in running if is_prompt(request))
-
-    def shares(self, running: Sequence[Request]) -> list[tuple[Request, int]]:
-        prompts = [request for request in running if is_prompt(request)]
-        shares: list[tuple[Request, int]] = []
-        left = self.max_num_batched_tokens
-        for request in prompts:
-            left -= remaining(request)
-            if left < 0 and shares:
-                break
-            shares.append((request, remaining(request)))
-        return shares or [(request, remaining(request)) for request in running if remaining(request)]
-
-
-COMPOSITIONS: Mapping[str, Callable[[int], Composition]] = MappingProxyType({"chunked": Chunked, "stock": Stock})
-
-
-def remaining(request: Request) -> int:
-    """Tokens still to compute before the next one can be sampled; 0 once a step in flight samples the last one."""
-    return request.num_due_tokens - request.num_computed_tokens
-
-
-def is_prompt(request: Request) -> bool:
-    """Not merely one sampled token behind: a prompt, or a request that is computed again after it gave way."""
-    return request.is_prefill or remaining(request) > 1
-
-
 class Scheduler:
     """Admits, plans and ends requests.
 
@@ -156,6 +91,7 @@ class Scheduler:
         grouping: GroupingConfig,
         tree: PrefixTree,
         eos_token_ids: Iterable[int] = (),
+        costs: StepCost | None = None,
     ) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -166,7 +102,9 @@ class Scheduler:
         self._max_num_waiting = config.max_num_waiting
         self._grouping = grouping
         self._policy = POLICIES[config.policy]
-        self._composition: Composition = COMPOSITIONS[config.composition](config.max_num_batched_tokens)
+        self._grouping_costs = costs if grouping.decide_by == "cost" else None
+        self._admission = Admission(tree, config.max_hold_s, grouping.min_shared_tokens)
+        self._composition = self._compose(config, costs)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
@@ -221,7 +159,7 @@ class Scheduler:
         preempted = self._grow()
         if preempted is None:
             return None
-        admitted, copies = self._admit() if not preempted else ([], [])
+        admitted, copies = self._admit(now) if not preempted else ([], [])
         if admitted:
             self._sort(self.running, now)
         shares = self._composition.shares(self.running)
@@ -304,6 +242,21 @@ class Scheduler:
             if not ok:
                 raise AccountingError(f"request '{request.request_id}' {problem}")
 
+    def _compose(self, config: SchedulerConfig, costs: StepCost | None) -> Composition:
+        if config.composition == "stock":
+            return Stock(config.max_num_batched_tokens)
+        bound = None
+        if config.max_step_s is not None:
+            if costs is None:
+                raise BadParameterError("max_step_s: this device's step times have not been measured")
+            bound = StepBound(config.max_step_s, costs, lambda decoding: self._decode_time_s(decoding, costs))
+        return Chunked(config.max_num_batched_tokens, bound, URGENCIES[config.policy])
+
+    def _decode_time_s(self, decoding: Sequence[Request], costs: StepCost) -> float:
+        rows = [self._row(request, 1) for request in decoding]
+        order, groups = self._arrange(rows)
+        return costs.step_time_s([rows[i] for i in order], groups)
+
     def _require_place(self) -> None:
         if self._max_num_waiting is None:
             return
@@ -354,22 +307,24 @@ class Scheduler:
         self.counters.num_preemptions += 1
         return victim
 
-    def _admit(self) -> tuple[list[Request], list[PageCopy]]:
-        """Grant pages to waiting requests in order, while a step has room for their tokens. Nobody overtakes."""
+    def _admit(self, now: float) -> tuple[list[Request], list[PageCopy]]:
+        """Grant pages to waiting requests in order of admission, while a step has room for their tokens."""
         admitted: list[Request] = []
         copies: list[PageCopy] = []
         if not self.waiting:
             return admitted, copies
         room = self._composition.room(self.running)
         num_seats = self._max_num_seqs - sum(remaining(request) > 0 for request in self.running)
-        while self.waiting and room > 0 and len(admitted) < num_seats:
-            request = self.waiting[0]
+        for request in self._admission.order(self.waiting, self.running, now) if room > 0 else ():
+            if room <= 0 or len(admitted) == num_seats:
+                break
             grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens)
             if grant is None:
                 self.counters.num_refusals += 1
                 break
             self._start(request, grant)
-            self.running.append(self.waiting.pop(0))
+            self.waiting.remove(request)
+            self.running.append(request)
             admitted.append(request)
             copies += [] if grant.copy is None else [grant.copy]
             room -= remaining(request)
@@ -399,10 +354,7 @@ class Scheduler:
         before = self._in_flight[-1].plan.rows if self._in_flight else ()
         index_before = {row.number: index for index, row in enumerate(before)}
         rows = [self._row(request, num_tokens, index_before) for request, num_tokens in shares]
-        order: Sequence[int] = range(len(rows))
-        groups: tuple[PrefixGroup, ...] = ()
-        if self._grouping.enabled:
-            order, groups = arrange(rows, self.tree.pool.page_size, self._grouping.min_shared_tokens)
+        order, groups = self._arrange(rows)
         plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, tuple(copies))
         self._in_flight.append(Flight(plan, tuple(shares[i][0] for i in order)))
         for request, num_tokens in shares:
@@ -414,7 +366,13 @@ class Scheduler:
             request.last_epoch = self._epoch
         return plan
 
-    def _row(self, request: Request, num_tokens: int, index_before: Mapping[int, int]) -> Row:
+    def _arrange(self, rows: Sequence[Row]) -> tuple[Sequence[int], tuple[PrefixGroup, ...]]:
+        if not self._grouping.enabled:
+            return range(len(rows)), ()
+        return arrange(rows, self.tree.pool.page_size, self._grouping.min_shared_tokens, self._grouping_costs)
+
+    def _row(self, request: Request, num_tokens: int, index_before: Mapping[int, int] | None = None) -> Row:
+        """`index_before`: the rows of the step before by request number; None: the row is for an estimate only."""
         start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
         return Row(
             request_id=request.request_id,
@@ -426,7 +384,7 @@ class Scheduler:
             sampling=request.sampling,
             num_output_tokens=request.num_output_tokens + request.num_placeholders,
             target_ids=request.target_ids(start, stop),
-            follows=index_before[request.number] if request.num_placeholders else None,
+            follows=index_before[request.number] if index_before is not None and request.num_placeholders else None,
         )
 
     def _enter(self, request: Request, row: Row) -> None:

@@ -21,7 +21,8 @@ class StepTimes:
 
     What the host did for them: `schedule_s` planned, `launch_s` launched (where a device computes by itself; else the
     computing is in it), `wait_s` waited for results, `update_s` took them in and told them. While steps overlap, a
-    device is kept busy as long as the host has to wait.
+    device is kept busy as long as the host has to wait. `device_s`: the steps by the device's own clock, where it has
+    one.
     """
 
     num_steps: int = 0
@@ -32,6 +33,7 @@ class StepTimes:
     launch_s: float = 0.0
     wait_s: float = 0.0
     update_s: float = 0.0
+    device_s: float = 0.0
     ended_s: float = -math.inf  # the latest step
 
     def add(self, num_tokens: int, launched_s: float, ended_s: float) -> None:
@@ -48,7 +50,7 @@ class StepTimes:
 class EngineStats:
     """Since the engine's start or its last `reconfigure`; pages and requests as they are now.
 
-    `schedule_s` to `update_s`: the host's part, see `StepTimes`.
+    `schedule_s` to `device_s`: what host and device did in this time, see `StepTimes`.
     """
 
     num_waiting: int
@@ -72,6 +74,7 @@ class EngineStats:
     launch_s: float = 0.0
     wait_s: float = 0.0
     update_s: float = 0.0
+    device_s: float = 0.0
 
     @classmethod
     def of(cls, scheduler: Scheduler, pool: PagePool, steps: StepTimes) -> Self:
@@ -101,6 +104,7 @@ class EngineStats:
             launch_s=steps.launch_s,
             wait_s=steps.wait_s,
             update_s=steps.update_s,
+            device_s=steps.device_s,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -12,27 +12,32 @@ from p99lab.engine.request import Request, Share, Status
 from p99lab.engine.scheduler import Turn
 
 
-def book_launch(turn: Turn, now_s: float, is_idle: bool) -> None:
-    """The time up to a step's launch; `is_idle`: no other step was running. Else that one's end books it."""
+def book_launch(turn: Turn, now_s: float) -> None:
+    """The time up to the launch of a step while no other runs."""
     admitted = set(turn.admitted)
     for request in turn.preempted:
         request.timeline.book(Share.SCHEDULING, now_s)
         request.timeline.num_preemptions += 1
     for request in turn.running:
-        timeline = request.timeline
         if request in admitted:
-            timeline.book(Share.QUEUE, now_s)
-        elif is_idle:
-            timeline.book(Share.SCHEDULING, now_s)
-        if timeline.admitted_s is None:
-            timeline.admitted_s = now_s
+            _book_queue(request, now_s)
+        else:
+            request.timeline.book(Share.SCHEDULING, now_s)
 
 
-def book_step(running: Iterable[Request], plan: StepPlan, now_s: float) -> None:
-    """The time of a step, when it has ended and its result is not taken in; `running` hold pages."""
+def book_step(running: Iterable[Request], plan: StepPlan, next_admitted: Iterable[Request], now_s: float) -> None:
+    """The time of a step that has ended, before its result is taken in.
+
+    `running`: all that hold pages now. `next_admitted`: those of them who were let in while it ran, to the step that
+    begins now.
+    """
     starts = {row.number: row.num_computed_tokens for row in plan.rows}
+    queued = set(next_admitted)
     for request in running:
-        request.timeline.book(_share(request, starts.get(request.number)), now_s)
+        if request in queued:
+            _book_queue(request, now_s)
+        else:
+            request.timeline.book(_share(request, starts.get(request.number)), now_s)
 
 
 def book_end(request: Request, running: StepPlan | None, now_s: float) -> None:
@@ -45,6 +50,13 @@ def book_end(request: Request, running: StepPlan | None, now_s: float) -> None:
         starts = (row.num_computed_tokens for row in running.rows if row.number == request.number)
         share = _share(request, next(starts, None))
     request.timeline.book(share, now_s)
+
+
+def _book_queue(request: Request, now_s: float) -> None:
+    timeline = request.timeline
+    timeline.book(Share.QUEUE, now_s)
+    if timeline.admitted_s is None:
+        timeline.admitted_s = now_s
 
 
 def _share(request: Request, start: int | None) -> Share:

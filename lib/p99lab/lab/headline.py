@@ -20,9 +20,9 @@ from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig
 from p99lab.engine.request import IntArray
 from p99lab.errors import AccountingError
 from p99lab.lab import headline_units
-from p99lab.lab.headline_arms import ARMS, BASELINE, Arm, full_set, long_arms, why_not
+from p99lab.lab.headline_arms import ARMS, Arm, full_set, long_arms, measured_arms
 from p99lab.lab.headline_clients import Asked, Clients, Stretch, clients, in_a_loop_of_its_own, peer_clients
-from p99lab.lab.headline_loads import Planned, all_loads, closed_load, open_load, plan, skipped
+from p99lab.lab.headline_loads import Planned, all_loads, closed_load, open_load, open_s, plan, skipped
 from p99lab.lab.headline_units import Measurement
 from p99lab.lab.parameters import Headline01
 from p99lab.lab.units import Unit, Units
@@ -30,8 +30,8 @@ from p99lab.lab.vllm_server import PeerError, spec_of
 from p99lab.probe.load import Run
 from p99lab.probe.records import RequestRecord, to_table
 from p99lab.probe.stats import Distribution, Summary, measured, metric_values, summarise
-from p99lab.probe.targets import InProcessTarget, shared_interpreter
-from p99lab.probe.workload import ClosedLoad, Load, OpenLoad, digest
+from p99lab.probe.targets import InProcessTarget, TargetError, shared_interpreter
+from p99lab.probe.workload import ClosedLoad, OpenLoad, digest
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 OnBlock = Callable[[str], None]
 NOTEBOOK = "01_headline_p99"
-NO_PEER = "no arm but the engine's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +245,7 @@ class _Experiment:
                 sending.prime()
                 self._warm_up(sending)
                 self._run_blocks(blocks, _Target(sending, None))
-        except PeerError as error:
+        except (PeerError, TargetError) as error:
             self._left_out[name] = f"not run: {error}"
             self._tell(f"{name} {self._left_out[name]}")
 
@@ -288,32 +287,31 @@ class _Experiment:
 
     def _run_blocks(self, blocks: Sequence[Planned], target: _Target | None) -> None:
         """Without a target every block has been measured before."""
-        for place, planned in enumerate(blocks):
+        for planned in blocks:
             if (unit := self._restored.get(planned.name)) is not None:
                 self._restore(planned, unit)
             elif (reason := skipped(planned, self._capacities)) is not None:
                 self._left_out[f"{planned.arm.name}: {planned.load.name}"] = reason
                 self._tell(f"{planned}, {reason}")
             elif target is not None:
-                self._measure(planned, target, self._limit_s(planned, blocks[place:]))
+                self._measure(planned, target)
 
-    def _limit_s(self, planned: Planned, left: Sequence[Planned]) -> float:
+    def _limited(self, planned: Planned, seconds: float | None) -> float:
         """A block's own seconds, or its share of what is left, whichever ends first."""
-        later = [other for other in self._peers if other not in left and planned.arm.is_peer is other.arm.is_peer]
-        weights = sum(other.weight for other in (*left, *(() if planned.arm.is_peer else later)))
-        share_s = max(1.0, self._left_s * planned.weight / weights)
-        return share_s if planned.duration_s is None else min(planned.duration_s, share_s)
+        left = self._plan[self._plan.index(planned) :]
+        share_s = max(1.0, self._left_s * planned.weight / sum(later.weight for later in left))
+        return share_s if seconds is None else min(seconds, share_s)
 
     def _restore(self, planned: Planned, unit: Unit) -> None:
         self._tell(f"{planned}, restored from run {unit.manifest.run_id}")
         self._left_s -= unit.seconds
         self._keep(planned, headline_units.read(unit))
 
-    def _measure(self, planned: Planned, target: _Target, limit_s: float) -> None:
-        self._tell(f"{planned}, at most {limit_s:.0f} s")
+    def _measure(self, planned: Planned, target: _Target) -> None:
+        load = self._load(planned)
+        self._tell(f"{planned}, at most {load.duration_s:.0f} s")
         if target.engine is not None:
             self._configure(target.engine, planned.arm)
-        load = self._load(planned, limit_s)
         run = target.clients.drive(load, self._stretch(load, planned))
         seconds = max((record.end_s for record in run.records), default=0.0)  # without what was made beforehand
         self._left_s -= seconds
@@ -338,13 +336,14 @@ class _Experiment:
             )
         )
 
-    def _load(self, planned: Planned, limit_s: float) -> Load:
+    def _load(self, planned: Planned) -> ClosedLoad | OpenLoad:
+        parameters = self._parameters
         if planned.load.kind == "closed":
-            return closed_load(planned, self._parameters, limit_s)
+            return closed_load(planned, parameters, self._limited(planned, planned.duration_s))
         rate = planned.load.rate(planned.arm, self._capacities)
-        return open_load(planned, self._parameters, rate, limit_s)
+        return open_load(planned, parameters, rate, self._limited(planned, open_s(planned, parameters, rate)))
 
-    def _stretch(self, load: Load, planned: Planned) -> Stretch:
+    def _stretch(self, load: ClosedLoad | OpenLoad, planned: Planned) -> Stretch:
         """The block's part of the queries. Where requests are counted, what can be needed is made before it begins."""
         if planned.num_requests is None:
             return Stretch(self._asked.workload, planned.first_query, None)
@@ -388,12 +387,13 @@ def _finished(blocks: Sequence[Planned], units: Units | None) -> dict[str, Unit]
 
 
 def _engine_config(parameters: Headline01) -> EngineConfig:
-    """The full set's: it primes the documents. On a GPU the pool takes what memory is left."""
+    """The last measured arm's that takes prompts in chunks: it primes. On a GPU the pool takes what memory is left."""
     base = EngineConfig(
         model=ModelConfig(name=parameters.model, dtype=parameters.dtype, device=parameters.device),
         cache=CacheConfig(num_pages=None if parameters.on_gpu else _num_pages(parameters)),
     )
-    arm = full_set(parameters) or next(arm for arm in ARMS if arm.name == "+chunked")
+    own = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.composition == "chunked"]
+    arm = own[-1] if own else next(arm for arm in ARMS if arm.composition == "chunked")
     return arm.engine_config(base, parameters)
 
 
@@ -403,7 +403,9 @@ def _num_pages(parameters: Headline01) -> int:
     page_size = CacheConfig().page_size
     documents, questions, answers = parameters.lengths
     document_pages = -(-documents[1] // page_size)
-    client_pages = document_pages + -(-(questions[1] + answers[1]) // page_size) + 1  # without a cache: its document too
+    client_pages = (
+        document_pages + -(-(questions[1] + answers[1]) // page_size) + 1
+    )  # without a cache: its document too
     num_documents = parameters.num_documents + 2 * bool(parameters.cold_documents)
     return document_pages * num_documents + 2 * client_pages * parameters.concurrency
 

@@ -101,9 +101,14 @@ def why_not(arm: Arm, parameters: Headline01) -> str | None:
 
 
 def full_set(parameters: Headline01) -> Arm | None:
-    """The last of our own measured arms that has the baseline's measure and more; None where there is none."""
-    own = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.prefix_cache]
-    return own[-1] if own and own[-1].name != BASELINE else None
+    """The last of our own arms that can be measured here, if the run measures it: an arm before it is not the full set.
+
+    Graphs need a GPU; an arm with graphs that was asked for by name counts elsewhere too.
+    """
+    named = parameters.arms or ()
+    own = [arm for arm in ARMS if arm.built and not arm.is_peer]
+    last = [arm for arm in own if parameters.on_gpu or not arm.graphs or arm.name in named][-1]
+    return last if why_not(last, parameters) is None else None
 
 
 def long_arms(parameters: Headline01) -> list[Arm]:

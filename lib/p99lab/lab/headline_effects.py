@@ -9,7 +9,8 @@ from itertools import pairwise
 from typing import Any
 
 from p99lab.lab.effects import Effect
-from p99lab.lab.headline import ARMS, BASELINE, FULL, Arm, Cell, Headline, LoadKind
+from p99lab.lab.headline import Cell, Headline
+from p99lab.lab.headline_arms import ARMS, BASELINE, Arm, between
 from p99lab.lab.headline_tables import figure_of, ratio
 from p99lab.probe.stats import e2e
 
@@ -24,25 +25,32 @@ def measure(arm: Arm) -> str:
 
 def measures() -> list[str]:
     """Every measure of the article's and ours, tried here or not."""
-    return [measure(arm) for arm in ARMS[1:]]
+    return [measure(arm) for arm in ARMS[1:] if not arm.is_peer]
 
 
 def effects(headline: Headline) -> list[Effect]:
     """Each arm against the one before it and the full set against `stock`, per load: E2E P50, P99 and standard
-    deviation as far as n allows; none of a void arm."""
-    loads: tuple[LoadKind, ...] = ("closed", "open")
+    deviation as far as n allows; none of a void arm. Loads whose rates are shares of each arm's own capacity are left
+    out: under them the faster arm gets more to do."""
+    loads = [load for load in headline.loads if _is_common(load)]
     return [effect for load in loads for pair in _pairs(headline, load) for effect in _of_pair(headline, load, *pair)]
 
 
-def _pairs(headline: Headline, load: LoadKind) -> list[tuple[Cell, Cell]]:
-    cells = headline.cells(load)
-    ends = {cell.arm.name: cell for cell in cells if cell.arm.name in (BASELINE, FULL)}
-    whole = [(ends[BASELINE], ends[FULL])] if len(ends) == 2 else []
+def _is_common(load: str) -> bool:
+    """Whether all arms get the same: the closed load, a common rate, a rate in requests per second."""
+    return load in ("closed", "open") or load.endswith("/s")
+
+
+def _pairs(headline: Headline, load: str) -> list[tuple[Cell, Cell]]:
+    cells = [cell for cell in headline.cells(load) if not cell.arm.is_peer]
+    full = headline.full
+    ends = [cell for cell in cells if cell.arm.name == BASELINE or cell.arm == full]
+    whole = [(ends[0], ends[1])] if len(ends) == 2 else []
     neighbours = list(pairwise(cells))
     return neighbours + [pair for pair in whole if pair not in neighbours]
 
 
-def _of_pair(headline: Headline, load: LoadKind, before: Cell, after: Cell) -> Iterator[Effect]:
+def _of_pair(headline: Headline, load: str, before: Cell, after: Cell) -> Iterator[Effect]:
     if before.void or after.void:
         return
     metrics = [cell.metrics["e2e"] for cell in (before, after)]
@@ -53,7 +61,7 @@ def _of_pair(headline: Headline, load: LoadKind, before: Cell, after: Cell) -> I
         if quotient is None:
             continue
         yield Effect(
-            measure=" + ".join(_between(before.arm, after.arm)),
+            measure=" + ".join(measure(arm) for arm in between(before.arm, after.arm)),
             against=measure(before.arm) if before.arm.prefix_cache else before.arm.name,
             load=_load(headline, load),
             metric=said,
@@ -77,15 +85,12 @@ def _apart(before: Sequence[float], after: Sequence[float]) -> tuple[float, floa
     return statistics.median(before) / statistics.median(after), min(before) / max(after) if is_rare else None, None
 
 
-def _between(before: Arm, after: Arm) -> list[str]:
-    """The measures that `after` has and `before` has not."""
-    return [measure(arm) for arm in ARMS[ARMS.index(before) + 1 : ARMS.index(after) + 1] if arm.built]
-
-
-def _load(headline: Headline, load: LoadKind) -> str:
+def _load(headline: Headline, load: str) -> str:
     if load == "closed":
         return f"closed, {headline.parameters.concurrency} clients"
-    return f"open, Poisson, {headline.parameters.open_share:.0%} of what stock answers"
+    if load == "open":
+        return f"open, Poisson, {headline.parameters.open_share:.0%} of what stock answers"
+    return f"open, Poisson, {load.removeprefix('open ')}"
 
 
 def _conditions(headline: Headline, cells: Iterable[Cell]) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def _conditions(headline: Headline, cells: Iterable[Cell]) -> dict[str, Any]:
         "documents": len(lengths),
         "document tokens": _span(min(lengths), max(lengths)),
         "questions a document": reuse,
-        "answer tokens": _span(parameters.answer_tokens_min, parameters.answer_tokens_max),
+        "answer tokens": _span(*parameters.lengths[2]),
     }
 
 

@@ -11,7 +11,8 @@ import pandas as pd
 
 from p99lab.lab.claims import Claim, load_claims, machine_conditions, verdict
 from p99lab.lab.figures import Conditions, Figure
-from p99lab.lab.headline import ARMS, BASELINE, FULL, NOTEBOOK, Cell, Headline
+from p99lab.lab.headline import NOTEBOOK, Cell, Headline
+from p99lab.lab.headline_arms import BASELINE, measured_arms
 from p99lab.observe.hardware import fingerprint
 from p99lab.probe import intervals, ratios
 from p99lab.probe.stats import attribution, e2e
@@ -22,7 +23,8 @@ def verdicts(headline: Headline, figures: Iterable[Figure]) -> pd.DataFrame:
     by_metric = {figure.metric: figure for figure in figures}
     machine = machine_conditions(fingerprint())
     claims = [claim for claim in load_claims() if claim.notebook == NOTEBOOK]
-    void = [f"{cell.arm.name} is void: {reason}" for cell in _judged(headline) for reason in dict.fromkeys(cell.void)]
+    judged = _judged(headline).values()
+    void = [f"{cell.arm.name} is void: {reason}" for cell in judged for reason in dict.fromkeys(cell.void)]
     rows = [_verdict_row(claim, by_metric, machine, void) for claim in claims]
     return pd.DataFrame(rows).astype({"n": "Int64"})
 
@@ -30,17 +32,19 @@ def verdicts(headline: Headline, figures: Iterable[Figure]) -> pd.DataFrame:
 def figures(headline: Headline) -> list[Figure]:
     """What the claims of chapter 1 are judged by, each with the conditions it was taken under; none of a void arm."""
     untested = Figure.untestable("warm_lengths_done", takes="a GPU, 128K contexts and a compiled arm")
-    baseline, full = _judged(headline)
-    found = _tail_figures(baseline, full)
-    if not baseline.void:
+    judged = _judged(headline)
+    found = _tail_figures(judged)
+    if (baseline := judged.get("stock")) is not None and not baseline.void:
         found += _allocation_figure(baseline)
     conditions = _conditions(headline)
     return [*(dataclasses.replace(figure, conditions=conditions) for figure in found), untested]
 
 
-def _judged(headline: Headline) -> tuple[Cell, Cell]:
-    """Claims are judged by the closed load alone, as the article's were."""
-    return headline.cell(BASELINE), headline.cell(FULL)
+def _judged(headline: Headline) -> dict[str, Cell]:
+    """`stock` and `full`, as far as they ran, under the closed load alone: the article's was closed."""
+    full = headline.full
+    found = {"stock": headline.cell(BASELINE), "full": None if full is None else headline.cell(full.name)}
+    return {which: cell for which, cell in found.items() if cell is not None}
 
 
 def _conditions(headline: Headline) -> dict[str, Any]:
@@ -50,10 +54,12 @@ def _conditions(headline: Headline) -> dict[str, Any]:
         "geometry": headline.geometry,
         "device": parameters.device.split(":")[0],
         "nodes": 1,
-        "context": max(headline.document_tokens) + parameters.question_tokens_max + parameters.answer_tokens_max,
+        "context": max(headline.document_tokens) + parameters.lengths[1][1] + parameters.lengths[2][1],
         "concurrency": parameters.concurrency,
         "transport": parameters.transport,
-        "measures": [arm.name.removeprefix("+") for arm in ARMS if arm.built and arm.prefix_cache],
+        "measures": [
+            arm.name.removeprefix("+") for arm in measured_arms(parameters) if arm.prefix_cache and not arm.is_peer
+        ],
     }
 
 
@@ -75,9 +81,8 @@ def _verdict_row(
     }
 
 
-def _tail_figures(baseline: Cell, full: Cell) -> list[Figure]:
+def _tail_figures(cells: Mapping[str, Cell]) -> list[Figure]:
     """P99 and spread of both, and their ratios."""
-    cells = {"stock": baseline, "full": full}
     latency = {which: cell.metrics["e2e"] for which, cell in cells.items() if not cell.void}
     figures = []
     for metric in ("p99", "std"):
@@ -110,7 +115,8 @@ def _allocation_figure(baseline: Cell) -> list[Figure]:
     tail = baseline.metrics["e2e"].percentiles["p99"]
     if tail.low is None or tail.high is None:
         return []
-    lacked = any(block.stats.num_refusals or block.stats.num_preemptions for block in baseline.blocks)
+    stats = [block.stats for block in baseline.blocks if block.stats is not None]
+    lacked = any(each.num_refusals or each.num_preemptions for each in stats)
     known = [share for r in baseline.used if e2e(r) >= tail.low and (share := attribution(r)) is not None]
     blamed = [share["scheduling"] + (share["queue"] if lacked else 0.0) for share in known]
     percent = np.array([100 * part / sum(share.values()) for part, share in zip(blamed, known, strict=True)])

@@ -20,6 +20,7 @@ Kind = Literal["closed", "common", "share", "bursty", "rate", "churn"]
 Capacities = Mapping[str, float]  # what each arm answers under the closed load, requests per second
 
 WEIGHT_WITHOUT_CACHE = 20.0  # a request that computes its document takes about as long as so many that find it
+WARMUP_SHARE = 0.1
 QUERIES_A_SLOT = 1_000_000  # far more than a block sends: blocks that share questions would find them in the cache
 _FIRST_SLOT: Mapping[Kind, int] = {"closed": 0, "common": 100, "share": 200, "bursty": 300, "rate": 400, "churn": 500}
 
@@ -132,7 +133,7 @@ def closed_load(planned: Planned, parameters: Headline01, limit_s: float) -> Clo
         num_requests=planned.num_requests,
         duration_s=limit_s,
         concurrency=parameters.concurrency if arm.prefix_cache else parameters.clients_without_cache,
-        warmup_share=0.1 if arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
+        warmup_share=WARMUP_SHARE if arm.prefix_cache else 0.0,  # nothing to warm, and each request takes seconds
         cache=arm.cache_state,
     )
 
@@ -145,6 +146,7 @@ def open_load(planned: Planned, parameters: Headline01, rate: float, limit_s: fl
         rate=rate,
         arrivals="gamma" if planned.load.kind == "bursty" else "poisson",
         cold_every_s=parameters.cold_every_s if is_churn else None,
+        warmup_share=WARMUP_SHARE,
         cache="primed",
     )
 
@@ -164,6 +166,13 @@ def _open(arm: Arm, load: LoadSpec, parameters: Headline01) -> Planned:
         return Planned(arm, load, 0, num_requests, None, num_requests * pace)  # answered no faster than it arrives
     seconds = parameters.open_block_s if load.kind != "churn" else churn_s(parameters)
     return Planned(arm, load, 0, None, seconds, seconds)
+
+
+def open_s(planned: Planned, parameters: Headline01, rate: float) -> float | None:
+    """Seconds of an open block: its own, and longer where its rate is too low for the requests that are wanted."""
+    if planned.duration_s is None or planned.load.kind == "churn":
+        return planned.duration_s
+    return max(planned.duration_s, parameters.open_block_requests / (1.0 - WARMUP_SHARE) / rate)
 
 
 def churn_s(parameters: Headline01) -> float:

@@ -9,7 +9,10 @@ from typing import Any
 
 import pandas as pd
 
-from p99lab.lab.headline import BASELINE, FULL, Block, Cell, Headline, LoadKind
+from p99lab.lab.headline import Block, Cell, Headline
+from p99lab.lab.headline_arms import ARMS, Arm, long_arms, why_not
+from p99lab.lab.headline_loads import all_loads
+from p99lab.lab.parameters import Headline01
 from p99lab.lab.results import shown
 from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
@@ -18,31 +21,32 @@ from p99lab.probe.slo import against
 from p99lab.probe.stats import Distribution, e2e, measured, metric_values
 
 A_HANDFUL = 5  # requests
+RATIO_COLUMNS = ("arm", "against", "E2E", "times shorter", "low", "high", "shown")
 
 
 def summary(headline: Headline) -> pd.DataFrame:
     """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter; noted for open loads,
     which have a demand to meet: whether the P99 is within the SLO."""
-    slo_s = headline.parameters.slo_p99_s
-    return pd.DataFrame([_summary_row(cell, slo_s) for cell in (*headline.cells("closed"), *headline.cells("open"))])
+    return pd.DataFrame([_summary_row(cell, headline) for cell in headline.all_cells()])
 
 
 def percentiles(headline: Headline) -> pd.DataFrame:
     """One row per arm, load and metric, seconds: every percentile with its interval, as numbers."""
-    cells = (*headline.cells("closed"), *headline.cells("open"))
-    return pd.DataFrame([_percentile_row(cell, name, m) for cell in cells for name, m in cell.metrics.items() if m.n])
+    found = ((cell, name, metric) for cell in headline.all_cells() for name, metric in cell.metrics.items())
+    return pd.DataFrame([_percentile_row(cell, name, metric) for cell, name, metric in found if metric.n])
 
 
 def ratios(headline: Headline) -> pd.DataFrame:
-    """How many times shorter each arm's latency is than that of the arm before, under the closed load.
+    """How many times shorter each arm's latency is than that of the arm before, and the last arm's than a peer's,
+    under the closed load.
 
     `shown`: whether the interval of the ratio leaves 1 out.
     """
     cells = headline.cells("closed")
-    rows = [
-        _ratio_row(before, after, name) for before, after in pairwise(cells) for name in ("p50", "p90", "p99", "std")
-    ]
-    return pd.DataFrame([row for row in rows if row])
+    own = [cell for cell in cells if not cell.arm.is_peer]
+    pairs = [*pairwise(own), *((cell, own[-1]) for cell in cells if cell.arm.is_peer and own)]
+    rows = [_ratio_row(before, after, name) for before, after in pairs for name in ("p50", "p90", "p99", "std")]
+    return pd.DataFrame([row for row in rows if row], columns=RATIO_COLUMNS)
 
 
 def ablation(headline: Headline) -> pd.DataFrame:
@@ -50,13 +54,32 @@ def ablation(headline: Headline) -> pd.DataFrame:
     return pd.DataFrame([_ablation_row(cell) for cell in headline.cells("closed")])
 
 
-def attribution(headline: Headline, load: LoadKind = "closed") -> pd.DataFrame:
+def attribution(headline: Headline, load: str = "closed") -> pd.DataFrame:
     """Where the time of the slowest request and of the mean one went, by arm; seconds, columns are shares."""
     rows: dict[str, dict[str, float]] = {}
     for cell in headline.cells(load):
         found = stats.attributions(cell.used)
         rows |= {f"{_name(cell)}: {what}": found[what]["shares_s"] for what in ("slowest", "mean") if found}
     return pd.DataFrame.from_dict(rows, orient="index", columns=list(stats.SHARES))
+
+
+def arms(parameters: Headline01) -> pd.DataFrame:
+    """Every arm: what it adds, and whether this run measures it."""
+    rows = [{"arm": arm.name, "adds": arm.adds, "here": why_not(arm, parameters) or "measured"} for arm in ARMS]
+    return pd.DataFrame(rows)
+
+
+def coverage(headline: Headline) -> pd.DataFrame:
+    """Requests used of each arm under each load; where none were, why."""
+    loads = [load.name for load in all_loads(headline.parameters)]
+    return pd.DataFrame([{"arm": arm.name, **{load: _covered(headline, arm, load) for load in loads}} for arm in ARMS])
+
+
+def _covered(headline: Headline, arm: Arm, load: str) -> str:
+    if (cell := headline.cell(arm.name, load)) is not None:
+        return f"{len(cell.used)}{' (void)' if cell.void else ''}"
+    reasons = (why_not(arm, headline.parameters), headline.left_out.get(arm.name))
+    return next((why for why in (*reasons, headline.left_out.get(f"{arm.name}: {load}")) if why), "not run")
 
 
 def hit_rates(headline: Headline) -> pd.DataFrame:
@@ -69,18 +92,18 @@ def windows(headline: Headline) -> pd.DataFrame:
     return pd.DataFrame([_window_row(block) for block in headline.blocks])
 
 
-def latencies(headline: Headline, load: LoadKind = "closed") -> dict[str, FloatArray]:
+def latencies(headline: Headline, load: str = "closed") -> dict[str, FloatArray]:
     """E2E of the used requests by arm, seconds, in order of time."""
     return {_name(cell): metric_values(cell.used)["e2e"] for cell in headline.cells(load)}
 
 
-def p99_intervals(headline: Headline, load: LoadKind = "closed") -> dict[str, tuple[float, float]]:
+def p99_intervals(headline: Headline, load: str = "closed") -> dict[str, tuple[float, float]]:
     """P99's confidence interval by arm, where n is large enough."""
     found = {_name(cell): cell.metrics["e2e"].percentiles["p99"] for cell in headline.cells(load)}
     return {arm: (p99.low, p99.high) for arm, p99 in found.items() if p99.low is not None and p99.high is not None}
 
 
-def timelines(headline: Headline, load: LoadKind = "closed") -> dict[str, pd.DataFrame]:
+def timelines(headline: Headline, load: str = "closed") -> dict[str, pd.DataFrame]:
     """Per arm its longest block's measured requests: `start_s`, `latency_s`, `steady` (in a window found steady).
 
     Arms of a handful of requests are left out: they show nothing over time.
@@ -107,18 +130,19 @@ def _name(cell: Cell) -> str:
     return f"{cell.arm.name} (void)" if cell.void else cell.arm.name
 
 
-def _summary_row(cell: Cell, slo_s: float) -> dict[str, Any]:
+def _summary_row(cell: Cell, headline: Headline) -> dict[str, Any]:
     latency = cell.metrics["e2e"]
     name, figure = _deepest_tail(latency)
     return {
         "arm": cell.arm.name,
         "load": cell.load,
         "n": latency.n,
+        "offered/s": cell.blocks[0].rate,
         "requests/s": cell.requests_per_s,
         "E2E P50 (s)": latency.percentiles["p50"].value,
         "E2E tail (s)": f"{name} {shown(figure.value)}{_bounds(figure)}",
         "jitter (s)": latency.std.value,
-        "note": "; ".join(_remarks(cell, latency, slo_s)),
+        "note": "; ".join(_remarks(cell, latency, headline)),
     }
 
 
@@ -178,12 +202,13 @@ def _deepest_tail(latency: Distribution) -> tuple[str, Figure]:
     return "max", Figure(latency.max_s, None, None, latency.n, latency.effective_n)
 
 
-def _remarks(cell: Cell, latency: Distribution, slo_s: float) -> Iterable[str]:
+def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[str]:
     yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
-    if cell.load == "open" and not cell.void:
+    slo_s = headline.parameters.slo_p99_s
+    if cell.load != "closed" and not cell.void:
         yield f"P99 within the SLO of {slo_s:g} s: {_meets(slo_s, latency.percentiles['p99'])}"
     p99 = latency.percentiles["p99"]
-    if cell.load == "closed" and cell.arm.name in (BASELINE, FULL) and p99.value is None and p99.reason:
+    if cell.load == "closed" and cell.arm in long_arms(headline.parameters) and p99.value is None and p99.reason:
         yield f"no P99: {p99.reason}; it ends with its share of max_measuring_s"
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
@@ -224,8 +249,8 @@ def _hit_row(block: Block) -> dict[str, Any]:
         "checked": hits.verdict,
         "prompt tokens cached": hits.cached_share,
         "tier": "device",
-        "waited for pages": block.stats.num_refusals,
-        "preemptions": block.stats.num_preemptions,
+        "waited for pages": None if block.stats is None else block.stats.num_refusals,
+        "preemptions": None if block.stats is None else block.stats.num_preemptions,
     }
 
 

@@ -21,11 +21,12 @@ _REQUESTS, _BLOCK = "requests.parquet", "block.json"
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """All that is kept of a block; everything else follows from it. `stats`: over the block, warm-up included."""
+    """All that is kept of a block; everything else follows from it. `stats`: over the block, warm-up included; None of
+    a peer."""
 
     load: Load
     run: Run
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 def files(measurement: Measurement) -> dict[str, bytes]:
@@ -35,7 +36,8 @@ def files(measurement: Measurement) -> dict[str, bytes]:
     counters: dict[str, Any] = {
         field.name: getattr(measurement.run, field.name) for field in dataclasses.fields(Run) if field.name != "records"
     }
-    block = {"load": measurement.load.model_dump(mode="json"), "run": counters, "stats": measurement.stats.as_dict()}
+    stats = None if measurement.stats is None else measurement.stats.as_dict()
+    block = {"load": measurement.load.model_dump(mode="json"), "run": counters, "stats": stats}
     return {_REQUESTS: buffer.getvalue(), _BLOCK: orjson.dumps(block, option=orjson.OPT_INDENT_2)}
 
 
@@ -43,4 +45,5 @@ def read(unit: Unit) -> Measurement:
     """The measurement that a unit's files hold."""
     block = orjson.loads(unit.read(_BLOCK))
     records = tuple(from_table(pq.read_table(io.BytesIO(unit.read(_REQUESTS)))))
-    return Measurement(parse_load(block["load"]), Run(records, **block["run"]), EngineStats(**block["stats"]))
+    stats = None if block["stats"] is None else EngineStats(**block["stats"])
+    return Measurement(parse_load(block["load"]), Run(records, **block["run"]), stats)

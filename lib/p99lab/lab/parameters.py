@@ -60,8 +60,8 @@ Span = tuple[int, int]
 class Headline01(StrictModel):
     """The headline scenario's sizes; lengths in tokens. Tiers differ in these numbers and in nothing else.
 
-    What is left out (an arm, an empty tuple of shares or rates, no cold documents) reads `not run`: so a publication can
-    be measured in several commands, each with `stock` among its arms.
+    What is left out (an arm, an empty tuple of shares or rates, no cold documents) reads `not run`: so a publication
+    can be measured in several commands, each with `stock` among its arms.
     """
 
     model: str  # a name of `p99lab models list`, a directory, or dummy:<geometry>
@@ -92,7 +92,8 @@ class Headline01(StrictModel):
     block_s: float | None = Field(gt=0)  # of a closed block, instead of a number of requests
     open_requests: int = Field(ge=0)  # 0 leaves the open load at a rate common to all arms out
     open_share: Share  # of what `stock` answers per second under the closed load
-    open_block_s: float = Field(gt=0)  # of each open load below, which the long arms and vLLM get
+    open_block_s: float = Field(gt=0)  # of each open load below, which `stock`, the full set and vLLM get
+    open_block_requests: int = Field(ge=0)  # and longer where its rate is too low for as many; a P99 needs 368
     open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
     bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
     open_rates: tuple[Rate, ...]  # Poisson arrivals per second, those up to the arm's own capacity

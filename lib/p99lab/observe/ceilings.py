@@ -43,8 +43,12 @@ class Sizes:
 
 def ceilings(sizes: Sizes, scratch: Path) -> list[Ceiling]:
     """Measure them all, on the GPU too where torch sees one. `scratch` is a folder on the disk to be measured."""
-    host = [*_memory(sizes), *_matmul(sizes), *_disk(sizes, scratch)]
-    return host + (_device(sizes) if _has_cuda() else _no_device())
+    return [*_memory(sizes), *_matmul(sizes), *_disk(sizes, scratch), *device_ceilings(sizes)]
+
+
+def device_ceilings(sizes: Sizes) -> list[Ceiling]:
+    """Those of the GPU alone; where torch sees none, rows that say so."""
+    return _device(sizes) if _has_cuda() else _no_device()
 
 
 # --- host -----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
 import httpx
-import numpy as np
 import orjson
 
 from p99lab.engine.interpreter import shared_interpreter as shared_interpreter
@@ -22,6 +21,7 @@ from p99lab.probe.answers import RequestError as RequestError
 from p99lab.probe.answers import Served as Served
 from p99lab.probe.documents import Document, Tokenize
 from p99lab.probe.openai_stream import chunks, message_of
+from p99lab.probe.prompt_json import PromptJson
 from p99lab.probe.records import Outcome
 from p99lab.probe.tokenizer import without_special_tokens
 from p99lab.probe.workload import Query
@@ -176,6 +176,7 @@ class OpenAITarget:
         self._client: httpx.AsyncClient | None = None
         self._tells_ids = False  # whether the server has a chunk for tokens that spell nothing, when asked
         self._totals: dict[str, int] = {}
+        self._encoded = PromptJson()
 
     @classmethod
     def of(cls, spec: TargetSpec, tokenize: Tokenize | None = None) -> OpenAITarget:
@@ -218,7 +219,7 @@ class OpenAITarget:
         if self._client is None:
             raise RuntimeError("open() the target before sending to it")
         url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
-        body = orjson.dumps(self._body(query), option=orjson.OPT_SERIALIZE_NUMPY)
+        body = orjson.dumps(self._body(query))
         served: Served | None = None
         try:
             async with self._client.stream("POST", url, content=body, headers=self._headers()) as response:
@@ -318,7 +319,7 @@ class OpenAITarget:
     def _prompt(self, query: Query) -> dict[str, Any]:
         ids, text = query.prompt.token_ids, query.prompt.text
         if self.endpoint == "completions" and ids is not None and (self._send_token_ids or not text):
-            return {"prompt": np.ascontiguousarray(ids)}
+            return {"prompt": orjson.Fragment(self._encoded.of(query, ids))}
         if not text:
             raise BadParameterError("documents of token ids cannot go to a chat endpoint: use completions")
         return {"prompt": text} if self.endpoint == "completions" else {"messages": [{"role": "user", "content": text}]}

@@ -141,24 +141,19 @@ class Gateways:
         Raises:
             ServerProcessError: one has ended by itself; the others still run.
         """
-        with selectors.DefaultSelector() as selector:
-            for process in self._processes:
-                assert process.stdout is not None
-                selector.register(process.stdout, selectors.EVENT_READ, process)
-            while selector.get_map():
-                for key, _ in selector.select():
-                    selector.unregister(key.fileobj)
-                    if not self._num_stops:
-                        raise ServerProcessError(self._end_of(key.data))
+        left = list(self._processes)
+        while left:
+            for process in _heard_of(left, None):
+                self._require_asked(process)
+                left.remove(process)
 
     def check(self) -> None:
         """
         Raises:
             ServerProcessError: one has ended by itself.
         """
-        for process in self._processes:
-            if process.poll() is not None and not self._num_stops:
-                raise ServerProcessError(self._end_of(process))
+        for process in _heard_of(self._processes, 0.0):
+            self._require_asked(process)
 
     def end(self) -> None:
         """Stop all and wait for them; those that take longer than the drain allows are killed."""
@@ -170,6 +165,10 @@ class Gateways:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    def _require_asked(self, process: subprocess.Popen[bytes]) -> None:
+        if not self._num_stops:
+            raise ServerProcessError(self._end_of(process))
 
     def _end_of(self, process: subprocess.Popen[bytes]) -> str:
         code = process.wait()
@@ -195,9 +194,16 @@ def _started(order: GatewayOrder) -> Iterator[subprocess.Popen[bytes]]:
 
 def _next_line(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
     """The next line of a process; empty: it has ended; None: there was none in time."""
+    if not _heard_of([process], max(0.0, deadline_s - time.monotonic())):
+        return None
     assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(max(0.0, deadline_s - time.monotonic())):
-            return None
     return process.stdout.readline().decode(errors="replace").strip()
+
+
+def _heard_of(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None) -> list[subprocess.Popen[bytes]]:
+    """Those whose stdout can be read: what has said all that it had to say is readable only when it has ended."""
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            assert process.stdout is not None
+            selector.register(process.stdout, selectors.EVENT_READ, process)
+        return [key.data for key, _ in selector.select(timeout_s)]

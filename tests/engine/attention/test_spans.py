@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.attention.softmax import attend_plain, merge
-from p99lab.engine.attention.spans import SpanPlan, plan_spans, token_slots
+from p99lab.engine.attention.spans import MAX_PRIVATE_KEYS, SpanPlan, plan_spans, token_slots
 from p99lab.engine.grouping import group_rows
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.plan import Row, StepPlan
@@ -72,6 +72,8 @@ def _seen_through(plan: SpanPlan, slots: np.ndarray, num_tokens: int) -> list[li
             else:
                 assert row == plan.num_partials + token
                 keys += causal[token]
+        start = plan.private_starts[token]
+        keys += range(start, start + plan.private_lens[token])
         seen.append(keys)
     return seen
 
@@ -94,12 +96,26 @@ def test_every_token_sees_each_slot_up_to_itself_once(segment: object, step: Ste
 
 
 @pytest.mark.light
+def test_short_private_parts_of_one_token_rows_are_no_spans() -> None:
+    def row(number: int, first_page: int, computed: int, new: int) -> Row:
+        pages = np.arange(first_page, first_page + -(-(computed + new) // PAGE_SIZE), dtype=np.int32)
+        return Row(str(number), number, np.zeros(new, np.int32), computed, pages, True, SamplingParams(), 0)
+
+    rows = (row(0, 0, MAX_PRIVATE_KEYS - 1, 1), row(1, 70, MAX_PRIVATE_KEYS, 1), row(2, 140, 9, 2))
+    plan = plan_spans(StepPlan(0, rows), PAGE_SIZE, _whole)
+    assert plan.private_starts.tolist() == [0, 0, 0, 0]
+    assert plan.private_lens.tolist() == [MAX_PRIVATE_KEYS, 0, 0, 0]
+    assert plan.num_keys.tolist() == [MAX_PRIVATE_KEYS + 1, 9]
+
+
+@pytest.mark.light
 @given(step=_steps())
 @settings(max_examples=30, deadline=None)
 def test_a_shared_prefix_is_one_span_a_run_and_segments_have_their_length(step: StepPlan) -> None:
     whole, cut = (plan_spans(step, PAGE_SIZE, segment) for segment in (_whole, _segments_of_6))
     assert cut.num_keys.max(initial=0) <= 6
     assert whole.num_keys.sum() == cut.num_keys.sum()
+    assert whole.private_lens.tolist() == cut.private_lens.tolist()
     num_runs = 0
     for group in step.groups:
         pages = step.rows[group.rows[0]].page_table[group.first_page : group.first_page + group.num_pages]
@@ -148,4 +164,8 @@ def test_attention_through_the_arrays_is_the_reference_backends() -> None:
         total = empty
         for row in plan.merge_rows[plan.merge_indptr[token] : plan.merge_indptr[token + 1]]:
             total = merge(*total, *(partials + causal)[row])
+        if plan.private_lens[token]:
+            at = slice(int(plan.private_starts[token]), int(plan.private_starts[token] + plan.private_lens[token]))
+            out, lse = attend_plain(q[None, token : token + 1], keys[None, at], values[None, at])
+            total = merge(*total, out[0, 0], lse[0, 0])
         torch.testing.assert_close(total[0], expected[token])

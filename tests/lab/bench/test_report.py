@@ -1,15 +1,18 @@
 """Benchmarks: the shape of their rows, not their speed."""
 
+import json
 import math
 from dataclasses import asdict
+from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from p99lab.errors import BadParameterError
 from p99lab.lab.bench import plan, report
 from p99lab.lab.bench.rows import BenchRow
 
-KEYS = ["name", "value", "unit", "floor", "ratio_to_floor", "peer", "peer_value", "ratio_to_peer"]
+KEYS = ["name", "value", "unit", "floor", "ratio_to_floor", "peer", "peer_value", "ratio_to_peer", "n", "bar", "note"]
 
 
 def test_json_has_the_published_shape() -> None:
@@ -19,7 +22,7 @@ def test_json_has_the_published_shape() -> None:
     assert isinstance(record["hardware"], str)
     assert "revision" in record["git"]
     for row in record["rows"]:
-        assert list(row) == KEYS
+        assert list(row) == [*KEYS, "verdict"]
         assert row["value"] > 0
     whole = record["rows"][0]
     assert whole["ratio_to_floor"] == pytest.approx(whole["value"] / whole["floor"])
@@ -30,7 +33,20 @@ def test_a_table_leaves_unknown_figures_empty() -> None:
         [BenchRow("decode", 0.05, "s", 0.04, 1.25, "transformers", 0.1, 2.0), BenchRow("part", 1, "ms")]
     )
     assert table.row_count == 2
-    assert [list(column.cells)[1] for column in table.columns] == ["part", "1 ms", "", "", "", "", ""]
+    assert [list(column.cells)[1] for column in table.columns] == ["part", "1 ms", "", "", "", "", "", "", ""]
+
+
+def test_a_bar_is_held_or_missed_and_files_say_so(tmp_path: Path) -> None:
+    rows = [BenchRow("a", 8.8, "ms", bar=8.9), BenchRow("b", 9.0, "ms", bar=8.9, note="why"), BenchRow("c", 1.0, "ms")]
+    report.write(tmp_path, "h200", rows)
+    report.write(tmp_path, "h200", rows)  # replaces them
+    record = json.loads((tmp_path / "bench_h200.json").read_bytes())
+    assert [row["verdict"] for row in record["rows"]] == ["held", "missed", None]
+    assert pq.read_table(tmp_path / "bench_h200.parquet").to_pylist() == record["rows"]
+    lines = (tmp_path / "bench_h200.md").read_text().splitlines()
+    assert len(lines) == 2 + len(rows)
+    assert {line.count("|") for line in lines} == {12}
+    assert "| ≤ 8.9 | missed |" in lines[3]
 
 
 def test_an_unknown_benchmark_is_named_with_its_nearest() -> None:

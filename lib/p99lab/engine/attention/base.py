@@ -38,10 +38,13 @@ class AttentionBackend(LayerAttention, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """What a captured step is sized for: rows of one token each, and their partial attention results."""
+    """What a captured step is sized for: tokens, partial attention results, stretches of causal attention (none where
+    all rows have one token), and rows that sample."""
 
     num_tokens: int
     num_partials: int
+    num_causal: int
+    num_samples: int
 
 
 class GraphAttention(AttentionBackend, Protocol):
@@ -52,7 +55,7 @@ class GraphAttention(AttentionBackend, Protocol):
         ...
 
     def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
-        """Plan a step of one-token rows into `target`, the buffer of a captured graph of this shape.
+        """Plan a step into `target`, the buffer of a captured graph of this shape.
 
         False, and nothing planned: the step needs more room than the shape has.
         """

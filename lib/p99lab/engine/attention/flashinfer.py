@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.rope import HeadNorms
 from p99lab.engine.staging import ALIGNMENT, upload
-from p99lab.engine.state_kernels import gather_folded, merge_states
+from p99lab.engine.state_kernels import finish_states, gather_folded
 
 HEAD_DIMS = (64, 128)
 TILE_ROWS = {64: 192, 128: 128}  # query rows of an item, by head dimension
@@ -45,16 +46,25 @@ LEAST_GAIN = 0.04  # for which spans are cut further
 Plan = Sequence[int]  # where in its workspace the kernel finds its lists
 
 
+class Lists(NamedTuple):
+    """What a step's kernels read besides their items, on the host or on the device, int32; see `SpanPlan`."""
+
+    slots: Any  # [T], where keys and values are stored; negative: nowhere
+    tokens: Any  # [M]
+    private_starts: Any  # [T]
+    private_lens: Any  # [T]
+    merge_indptr: Any  # [T + 1]
+    merge_rows: Any
+
+
 @dataclass(frozen=True, slots=True)
 class Planned:
     """A step's lists on the device."""
 
-    slots: torch.Tensor  # [T]
-    tokens: torch.Tensor  # [M]
-    merge_indptr: torch.Tensor  # [T + 1]
-    merge_rows: torch.Tensor
-    spans: Plan | None  # None: no token has anything but its own row's new tokens
+    lists: Lists
+    spans: Plan | None  # None: there are none
     causal: Plan | None
+    is_all_causal: bool  # no token sees anything but its own row's new tokens
 
 
 class FlashInferAttention:
@@ -85,38 +95,36 @@ class FlashInferAttention:
     def plan(self, step: StepPlan) -> None:
         """Lists for exactly this step."""
         spans = plan_spans(step, self._page_size, self._segment_tokens)
-        slots = token_slots(step, self._page_size)
-        arrays = [slots, spans.tokens, spans.merge_indptr, spans.merge_rows]
-        slots_there, tokens, merge_indptr, merge_rows = upload(arrays, self._device)
+        lists = upload(_lists(token_slots(step, self._page_size), spans), self._device)
         self._planned = Planned(
-            slots_there,
-            tokens,
-            merge_indptr,
-            merge_rows,
-            spans=self._spans.plan(spans.span_indptr * self._group, spans.key_starts, spans.num_keys),
-            causal=self._causal.plan(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens),
+            Lists(*lists),
+            self._spans.plan(spans.span_indptr * self._group, spans.key_starts, spans.num_keys),
+            self._causal.plan(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens),
+            len(spans.merge_rows) == step.num_tokens and spans.num_partials == 0,
         )
 
     def list_elements(self, shape: GraphShape) -> int:
         """See `GraphAttention`."""
-        sizes = (shape.num_tokens, shape.num_partials, shape.num_tokens + 1, shape.num_partials)
+        num_merged = shape.num_partials + shape.num_tokens
+        sizes = (*[shape.num_tokens] * 3, shape.num_partials, shape.num_tokens + 1, num_merged)
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
         """See `GraphAttention`."""
         spans = plan_spans(step, self._page_size, self._segment_tokens)
-        if spans.num_partials > shape.num_partials or spans.has_causal:
+        if spans.num_partials > shape.num_partials or len(spans.causal_lens) > shape.num_causal:
             return False
-        rest = shape.num_partials - len(spans.num_keys)  # spans without rows: the lists must lie as they lay at capture
-        plan = self._spans.plan(
-            np.pad(spans.span_indptr * self._group, (0, rest), mode="edge"),
-            np.pad(spans.key_starts, (0, rest)),
-            np.pad(spans.num_keys, (0, rest)),
-            num_rows=shape.num_partials * self._group,
+        lists = _padded(_lists(token_slots(step, self._page_size), spans), spans.num_partials, shape)
+        there = upload(lists, self._device, target)
+        num_rows = shape.num_partials * self._group
+        shared = _more_spans(spans.span_indptr * self._group, spans.key_starts, spans.num_keys, shape.num_partials)
+        causal = _more_spans(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens, shape.num_causal)
+        self._planned = Planned(
+            Lists(*there),
+            self._spans.plan(*shared, num_rows=num_rows),
+            self._causal.plan(*causal, num_rows=shape.num_tokens),
+            is_all_causal=False,
         )
-        arrays = _padded(token_slots(step, self._page_size), spans, shape)
-        slots, tokens, merge_indptr, merge_rows = upload(arrays, self._device, target)
-        self._planned = Planned(slots, tokens, merge_indptr, merge_rows, plan, None)
         return True
 
     def _segment_tokens(self, levels: Sequence[tuple[int, int]]) -> int:
@@ -127,21 +135,24 @@ class FlashInferAttention:
         """See `LayerAttention`."""
         planned = self._planned
         assert planned is not None
+        lists = planned.lists
         num_q, num_kv = self._num_q, self._num_kv
         q = heads.new_empty(len(heads), num_q, heads.shape[2])
         weights = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
-        rotate_and_store(heads.flatten(1), table, planned.slots, q, self._keys[layer], self._values[layer], *weights)
-        causal_out, causal_lse = q.new_empty(0, num_q, q.shape[2]), q.new_empty(0, num_q, dtype=torch.float32)
+        keys, values = self._keys[layer], self._values[layer]
+        rotate_and_store(heads.flatten(1), table, lists.slots, q, keys, values, *weights)
+        partial = causal = (q.new_empty(0, num_kv, q.shape[2]), q.new_empty(0, num_kv, dtype=torch.float32))
+        if planned.spans is not None:
+            partial = self._spans.run(planned.spans, gather_folded(q, lists.tokens, num_kv), keys, values, self._scale)
         if planned.causal is not None:
-            k, v = heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :]
-            causal_out, causal_lse = self._causal.run(planned.causal, q, k, v, self._scale)
-            if planned.spans is None:
-                return causal_out
-        assert planned.spans is not None
-        folded = gather_folded(q, planned.tokens, num_kv)
-        out, lse = self._spans.run(planned.spans, folded, self._keys[layer], self._values[layer], self._scale)
-        merge = (planned.merge_indptr, planned.merge_rows)
-        return merge_states(out, lse, causal_out, causal_lse, *merge, base2=True, folded=True)
+            own = (heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :])
+            causal = self._causal.run(planned.causal, q, *own, self._scale)
+        if planned.is_all_causal:
+            return causal[0]
+        private = (lists.private_starts, lists.private_lens)
+        merge = (lists.merge_indptr, lists.merge_rows)
+        attended: torch.Tensor = finish_states(q, keys, values, *private, *partial, *causal, *merge, self._scale)
+        return attended
 
 
 class ItemLists:
@@ -249,12 +260,30 @@ def _module(dtype: torch.dtype, head_dim: int) -> SimpleNamespace:
     return module
 
 
-def _padded(slots: IntArray, spans: SpanPlan, shape: GraphShape) -> list[IntArray]:
-    """A step's index arrays at the sizes of a shape: missing tokens store nothing and are merged from nothing."""
-    num_missing = shape.num_tokens - len(slots)
-    return [
-        np.pad(slots, (0, num_missing), constant_values=-1),
-        np.pad(spans.tokens, (0, shape.num_partials - len(spans.tokens)), constant_values=-1),
-        np.pad(spans.merge_indptr, (0, num_missing), mode="edge"),
-        np.pad(spans.merge_rows, (0, shape.num_partials - len(spans.merge_rows))),
-    ]
+def _more_spans(
+    indptr: IntArray, starts: IntArray, lens: IntArray, num_spans: int
+) -> tuple[IntArray, IntArray, IntArray]:
+    """Filled up with spans that have no rows: the kernel's lists must lie where they lay at capture."""
+    missing = num_spans - len(lens)
+    return np.pad(indptr, (0, missing), mode="edge"), np.pad(starts, (0, missing)), np.pad(lens, (0, missing))
+
+
+def _lists(slots: IntArray, spans: SpanPlan) -> Lists:
+    private = (spans.private_starts, spans.private_lens)
+    return Lists(slots, spans.tokens, *private, spans.merge_indptr, spans.merge_rows)
+
+
+def _padded(lists: Lists, num_partials: int, shape: GraphShape) -> Lists:
+    """At the sizes of a shape: tokens that a step has not store nothing and see nothing."""
+    slots, tokens, starts, lens, merge_indptr, merge_rows = lists
+    missing = shape.num_tokens - len(slots)
+    missing_partials = shape.num_partials - num_partials  # causal parts stand behind the last possible one
+    rows = np.where(merge_rows < num_partials, merge_rows, merge_rows + np.int32(missing_partials))
+    return Lists(
+        np.pad(slots, (0, missing), constant_values=-1),
+        np.pad(tokens, (0, missing_partials), constant_values=-1),
+        np.pad(starts, (0, missing)),
+        np.pad(lens, (0, missing)),
+        np.pad(merge_indptr, (0, missing), mode="edge"),
+        np.pad(rows, (0, shape.num_partials + shape.num_tokens - len(rows))),
+    )

@@ -5,6 +5,9 @@ A span is a set of query tokens that all see the same run of consecutive pool sl
     shared    the pages of a prefix group, for all tokens of its rows
     private   what a row alone has computed before this step; for a row of one token, that token's own slot too
 
+The private part of a row of one token, if it is short and lies in one piece, is no span: such parts are many and tiny,
+and the kernel that merges takes them along (see `SpanPlan.private_starts`).
+
 Page tables are cut where their pages are not consecutive, and long runs are cut into segments, so that a few query
 tokens over a long prefix keep every multiprocessor busy. Each span computes a partial result for each of its tokens;
 the partial results of a token are merged by log-sum-exp. What rows of several tokens see of their own new tokens is
@@ -22,6 +25,8 @@ import numpy as np
 
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
+
+MAX_PRIVATE_KEYS = 256  # that the merging kernel attends to itself; a longer part is worth a span
 
 SegmentTokens = Callable[[Sequence[tuple[int, int]]], int]
 """From (query tokens, keys) of each span of a step, how many keys a segment of a span may have."""
@@ -41,6 +46,8 @@ class SpanPlan:
     num_keys: IntArray  # [B], at least 1
     causal_indptr: IntArray  # [C + 1], tokens of each causal stretch, from 0 to at most T
     causal_lens: IntArray  # [C], keys of each: all its tokens, or 0 where rows of one token lie between
+    private_starts: IntArray  # [T], slot of the first key that a token of a one-token row sees beside spans
+    private_lens: IntArray  # [T], how many, consecutive; 0 where there are none
     merge_indptr: IntArray  # [T + 1]
     merge_rows: IntArray  # [M + number of causal tokens], each token's partial rows side by side
 
@@ -63,7 +70,8 @@ def plan_spans(step: StepPlan, page_size: int, segment_tokens: SegmentTokens) ->
     """The spans of a step. Groups and rows are as `StepPlan` has them; page tables are cut into consecutive runs."""
     lengths = np.array([len(row.token_ids) for row in step.rows], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
-    spans = [*_shared(step, page_size, ends), *_private(step, page_size, ends)]
+    private, private_starts, private_lens = _private(step, page_size, ends)
+    spans = [*_shared(step, page_size, ends), *private]
     spans = _cut(spans, segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
     causal_indptr, causal_lens = _causal(lengths, ends)
     tokens = np.concatenate([np.empty(0, np.int32), *(span.tokens for span in spans)])
@@ -77,6 +85,8 @@ def plan_spans(step: StepPlan, page_size: int, segment_tokens: SegmentTokens) ->
         num_keys=np.array([span.num_keys for span in spans], np.int32),
         causal_indptr=causal_indptr,
         causal_lens=causal_lens,
+        private_starts=private_starts,
+        private_lens=private_lens,
         merge_indptr=merge_indptr,
         merge_rows=merge_rows,
     )
@@ -109,18 +119,26 @@ def _shared(step: StepPlan, page_size: int, ends: IntArray) -> Iterator[Span]:
         yield from _runs(tokens, pages, group.num_pages * page_size, page_size)
 
 
-def _private(step: StepPlan, page_size: int, ends: IntArray) -> Iterator[Span]:
+def _private(step: StepPlan, page_size: int, ends: IntArray) -> tuple[list[Span], IntArray, IntArray]:
+    """Spans of the rows' private parts; and where the short ones of one-token rows begin, and their lengths, [T]."""
     first_pages = [0] * len(step.rows)
     for group in step.groups:
         for i in group.rows:
             first_pages[i] = max(first_pages[i], group.first_page + group.num_pages)
+    spans: list[Span] = []
+    starts, lens = np.zeros((2, step.num_tokens), np.int32)
     for row, first_page, end in zip(step.rows, first_pages, ends.tolist(), strict=True):
         num_tokens = len(row.token_ids)
         num_seen = row.seq_len if num_tokens == 1 else row.num_computed_tokens
         num_keys = num_seen - first_page * page_size
         if num_keys:
             pages = row.page_table[first_page : first_page + -(-num_keys // page_size)]
-            yield from _runs(np.arange(end - num_tokens, end, dtype=np.int32), pages, num_keys, page_size)
+            runs = list(_runs(np.arange(end - num_tokens, end, dtype=np.int32), pages, num_keys, page_size))
+            if num_tokens == 1 and len(runs) == 1 and num_keys <= MAX_PRIVATE_KEYS:
+                starts[end - 1], lens[end - 1] = runs[0].key_start, num_keys
+            else:
+                spans += runs
+    return spans, starts, lens
 
 
 def _runs(tokens: IntArray, pages: IntArray, num_keys: int, page_size: int) -> Iterator[Span]:

@@ -21,14 +21,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import numpy as np
 import orjson
 import psutil
+from numpy.typing import NDArray
 
 from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
+from p99lab.engine.events import TokenEvent
 from p99lab.engine.interpreter import shared_interpreter
 from p99lab.engine.plan import StepPlan, StepResult
 from p99lab.engine.request import IntArray, SamplingParams
@@ -41,7 +42,6 @@ from p99lab.serving.gateways import serve_from_process
 
 MODEL = "dummy:tiny-128k"
 GATEWAY_MODULE = "p99lab.serving.gateway"
-SETTLING_S = 0.5  # before a stretch, and at its end for the last answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class IngestBench:
     num_decoding: int = 32
     step_ms: float = 20.0
     seconds: float = 8.0  # of each stretch
+    settling_s: float = 0.5  # before and after each
     num_gateways: int = 1
     overlap: bool = False
 
@@ -108,7 +109,7 @@ class SleepingRunner:
 class Stretch:
     """What one stretch has shown. CPU seconds are of its whole length; `gateway_cpu_s` is 0 where there is none."""
 
-    step_ms: IntArray  # [num_steps] float
+    step_ms: NDArray[np.float64]  # [num_steps]
     engine_cpu_s: float
     gateway_cpu_s: float
     num_answered: int
@@ -154,16 +155,16 @@ def _decode_all_the_time(engine: Engine, bench: IngestBench) -> None:
     endless = SamplingParams(max_tokens=100_000, ignore_eos=True)
     for number in range(bench.num_decoding):
         prompt = np.full(8, number, np.int32)
-        engine.submit(lambda engine, prompt=prompt: engine.add(prompt, endless, on_event=lambda event: None))
+        engine.submit(partial(_add, prompt, endless, lambda: None))
 
 
 def _measure(bench: IngestBench, runner: SleepingRunner, load: Callable[[], int | None]) -> Stretch:
-    time.sleep(SETTLING_S)
+    time.sleep(bench.settling_s)
     first, cpu_s, gateway_cpu_s = len(runner.began_s), time.process_time(), _gateway_cpu_s()
     num_answered = load() or 0
     step_ms = 1e3 * np.diff(np.array(runner.began_s[first:]))
     stretch = Stretch(step_ms, time.process_time() - cpu_s, _gateway_cpu_s() - gateway_cpu_s, num_answered)
-    time.sleep(SETTLING_S)
+    time.sleep(bench.settling_s)
     return stretch
 
 
@@ -175,14 +176,18 @@ def _put_in(engine: Engine, bench: IngestBench, asked: Asked) -> int:
     for number in range(bench.order.num_prompts):
         prompt = asked.prompt(number)
         time.sleep(max(0.0, began_s + number / bench.prompts_per_s - time.perf_counter()))
-        engine.submit(lambda engine, prompt=prompt: engine.add(prompt, sampling, on_event=_at_end(ended.release)))
+        engine.submit(partial(_add, prompt, sampling, ended.release))
     for _ in range(bench.order.num_prompts):
         ended.acquire()
     return bench.order.num_prompts
 
 
-def _at_end(call: Callable[[], Any]) -> Callable[[Any], None]:
-    return lambda event: call() if event.finish_reason is not None else None
+def _add(prompt: IntArray, sampling: SamplingParams, at_end: Callable[[], None], engine: Engine) -> None:
+    def on_event(event: TokenEvent) -> None:
+        if event.finish_reason is not None:
+            at_end()
+
+    engine.add(prompt, sampling, on_event=on_event)
 
 
 @contextlib.contextmanager

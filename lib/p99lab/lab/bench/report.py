@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
 from rich.table import Table
 
 from p99lab import project
@@ -14,6 +19,22 @@ from p99lab.lab.bench.rows import BenchRow
 from p99lab.lab.provenance import git_state
 from p99lab.observe.hardware import fingerprint, label
 
+SCHEMA = pa.schema(
+    [
+        ("name", pa.string()),
+        ("value", pa.float64()),
+        ("unit", pa.string()),
+        ("floor", pa.float64()),
+        ("ratio_to_floor", pa.float64()),
+        ("peer", pa.string()),
+        ("peer_value", pa.float64()),
+        ("ratio_to_peer", pa.float64()),
+        ("n", pa.int64()),
+        ("bar", pa.float64()),
+        ("note", pa.string()),
+        ("verdict", pa.string()),
+    ]
+)
 BENCHES = {name: f"p99lab.lab.bench.{name}" for name in ("plan", "cpu", "ingest")}
 
 
@@ -34,12 +55,42 @@ def as_record(rows: list[BenchRow]) -> dict[str, Any]:
     return {
         "hardware": label(fingerprint()),
         "git": git_state(project.root()).as_record(),
-        "rows": [asdict(row) for row in rows],
+        "rows": [{**asdict(row), "verdict": row.verdict} for row in rows],
     }
 
 
+def write(folder: Path, name: str, rows: list[BenchRow]) -> None:
+    """`bench_NAME.json`, `.parquet` and `.md` (a table for people) in a folder, in place of those that were there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    record = as_record(rows)
+    (folder / f"bench_{name}.json").write_bytes(orjson.dumps(record, option=orjson.OPT_INDENT_2))
+    pq.write_table(pa.Table.from_pylist(record["rows"], SCHEMA), folder / f"bench_{name}.parquet")
+    (folder / f"bench_{name}.md").write_text(markdown(rows))
+
+
+def markdown(rows: list[BenchRow]) -> str:
+    """A table as a README shows it."""
+    heads = ("", "measured", "floor", "× floor", "bar", "", "peer", "its value", "× peer", "n", "note")
+    lines = [_line(heads), _line(("---",) * len(heads)), *(_line(_cells(row)) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: BenchRow) -> tuple[str, ...]:
+    bar = "" if row.bar is None else f"≤ {_number(row.bar)}"
+    n = "" if row.n is None else str(row.n)
+    measured = (row.name, f"{_number(row.value)} {row.unit}", _number(row.floor), _number(row.ratio_to_floor))
+    peer = (row.peer or "", _number(row.peer_value), _number(row.ratio_to_peer))
+    return (*measured, bar, row.verdict or "", *peer, n, row.note or "")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def table(rows: list[BenchRow]) -> Table:
-    shown = Table("", "value", "floor", "× floor", "peer", "peer's value", "× peer", box=None, pad_edge=False)
+    shown = Table(
+        "", "value", "floor", "× floor", "peer", "peer's value", "× peer", "bar", "", box=None, pad_edge=False
+    )
     for row in rows:
         shown.add_row(
             row.name,
@@ -49,9 +100,13 @@ def table(rows: list[BenchRow]) -> Table:
             row.peer or "",
             _number(row.peer_value),
             _number(row.ratio_to_peer),
+            _number(row.bar),
+            row.verdict or "",
         )
     return shown
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
-    """One figure, beside what the hardware would allow and what someone else reaches, where there is either.
+    """One figure, beside what the hardware would allow, what someone else reaches and what it must reach, where there
+    is any of them.
 
-    `floor` is in `unit` like `value`. `ratio_to_floor` is 1 at the floor and larger when worse; `ratio_to_peer` is
-    above 1 where this project is better.
+    `floor` and `bar` are in `unit` like `value`; `value` may be at most `bar`. `ratio_to_floor` is 1 at the floor and
+    larger when worse; `ratio_to_peer` is above 1 where this project is better. `n`: how many measurements are behind
+    it. `note`: what a reader must know, such as why a peer has no figure.
     """
 
     name: str
@@ -21,3 +23,13 @@ class BenchRow:
     peer: str | None = None
     peer_value: float | None = None
     ratio_to_peer: float | None = None
+    n: int | None = None
+    bar: float | None = None
+    note: str | None = None
+
+    @property
+    def verdict(self) -> str | None:
+        """Whether the bar is held; None without one."""
+        if self.bar is None:
+            return None
+        return "held" if self.value <= self.bar else "missed"

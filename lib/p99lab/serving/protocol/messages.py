@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from types import MappingProxyType
@@ -32,7 +32,7 @@ _REASONS = MappingProxyType(
     }
 )
 _FINISH_REASONS = MappingProxyType({reason: own for own, reason in _REASONS.items()})
-_PROBLEMS = MappingProxyType(
+_PROBLEMS: Mapping[type[Exception], pb.Problem] = MappingProxyType(
     {
         BadParameterError: pb.PROBLEM_BAD_PARAMETER,
         QueueFullError: pb.PROBLEM_QUEUE_FULL,
@@ -40,6 +40,7 @@ _PROBLEMS = MappingProxyType(
         EngineFailedError: pb.PROBLEM_ENGINE_FAILED,
     }
 )
+_TIMES = tuple(field.name for field in fields(Timeline))
 _ERRORS = MappingProxyType({problem: kind for kind, problem in _PROBLEMS.items()})
 
 
@@ -197,7 +198,7 @@ def _rows(scores: pb.Scores) -> list[Logprobs]:
 def _end(number: int, event: TokenEvent, at_token: int | None) -> pb.End:
     assert event.finish_reason is not None
     assert event.usage is not None  # every last event has its bill
-    timeline = {field.name: getattr(event.usage.timeline, field.name) for field in fields(Timeline)}
+    timeline = {name: getattr(event.usage.timeline, name) for name in _TIMES}
     usage = pb.Usage(
         num_prompt_tokens=event.usage.num_prompt_tokens,
         num_cached_tokens=event.usage.num_cached_tokens,

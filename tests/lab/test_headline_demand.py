@@ -1,0 +1,212 @@
+"""The headline under loads of its own capacity, with churn and beside a peer: on a tiny model, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from p99lab.lab import headline, headline_bars, headline_demand, headline_effects, headline_figures, headline_tables
+from p99lab.lab.headline import Block, Headline
+from p99lab.lab.headline_arms import arm
+from p99lab.lab.headline_bars import Bar
+from p99lab.lab.parameters import CONTRACTS, Headline01, load
+from p99lab.probe.load import Run
+from p99lab.probe.records import Outcome, Phase, RequestRecord
+from p99lab.probe.stats import summarise
+from p99lab.probe.workload import OpenLoad
+from tests.lab.fake_vllm import BROKEN, make_model, make_site
+
+TINY = (
+    "model=dummy:tiny-128k",
+    "dtype=float32",
+    "device=cpu",
+    "threads=1",
+    "tokenizer=null",
+    "exact_lengths=[200, 8, 2]",
+    "num_documents=2",
+    "concurrency=2",
+    "max_num_seqs=8",
+    "chunk_tokens=64",
+    "warmup_requests=2",
+    "num_blocks=1",
+    "block_s=0.4",
+    "open_block_s=0.4",
+    "open_block_requests=0",
+    "open_shares=[0.2]",
+    "bursty_shares=[0.2]",
+    "open_rates=[5000.0]",
+    "churn_share=0.2",
+    "cold_documents=2",
+    "cold_every_s=0.3",
+    "arms=[stock, +graphs and overlap, vLLM]",
+)
+
+
+def parameters(tmp_path: Path, *overrides: str, server: str | None = None) -> Headline01:
+    site = make_site(tmp_path / "site") if server is None else make_site(tmp_path / "site", server)
+    folders = (f"vllm_site={site}", f"vllm_model={make_model(tmp_path / 'model')}")
+    made = load(CONTRACTS[headline.NOTEBOOK], "h200", (*TINY, *folders, *overrides))
+    assert isinstance(made, Headline01)
+    return made
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Headline:
+    return headline.run(parameters(tmp_path_factory.mktemp("peer")))
+
+
+def test_every_arm_gets_every_load_that_it_can_answer(measured: Headline) -> None:
+    table = headline_tables.coverage(measured).set_index("arm")
+    for name in ("stock", "+graphs and overlap", "vLLM"):
+        for load_name in ("closed", "open 20 %", "bursty 20 %", "churn 20 %"):
+            assert table.loc[name, load_name].split()[0].isdecimal(), (name, load_name, measured.left_out)
+        assert "above what" in table.loc[name, "open 5000/s"]
+    assert set(table.loc["+chunked"]) == {"not run"}
+
+
+def test_a_peer_is_asked_the_same(measured: Headline) -> None:
+    ours, theirs = measured.cell("stock", "open 20 %"), measured.cell("vLLM", "open 20 %")
+    assert ours is not None
+    assert theirs is not None
+    sent = [{r.index: r.prompt_digest for r in cell.blocks[0].run.records} for cell in (ours, theirs)]
+    common = sent[0].keys() & sent[1].keys()
+    assert len(common) > 2
+    assert all(sent[0][index] == sent[1][index] for index in common)
+    assert {block.stats is None for block in theirs.blocks} == {True}
+
+
+def test_cold_documents_are_kept_apart_and_were_cold(measured: Headline) -> None:
+    table = headline_demand.churn_table(measured).set_index("arm")
+    assert list(table.index) == ["stock", "+graphs and overlap", "vLLM"]
+    for name, row in table.iterrows():
+        assert row["cold documents"] == len(row["their TTFT (s)"]) == 2, name
+        assert row["of whom cold"] == 2
+        churn = measured.cell(str(name), "churn 20 %")
+        assert churn is not None
+        assert {record.document for record in churn.used} <= {0, 1}
+        assert {record.document for record in churn.blocks[0].cold} >= {2, 3}
+    requests = measured.requests().to_pandas()
+    assert set(requests["load"]) == {"closed", "open 20 %", "bursty 20 %", "churn 20 %"}
+    assert requests["document"].max() >= 3  # cold ones are among them
+
+
+def test_tables_take_a_peer_for_no_measure(measured: Headline) -> None:
+    ratios = headline_tables.ratios(measured)
+    assert set(zip(ratios["arm"], ratios["against"], strict=True)) <= {
+        ("+graphs and overlap", "stock"),
+        ("+graphs and overlap", "vLLM"),
+    }
+    effects = headline_effects.effects(measured)
+    assert not any("vLLM" in (effect.measure, effect.against) for effect in effects)
+    assert {effect.load for effect in effects} == {"closed, 2 clients"}  # elsewhere each arm has a rate of its own
+    figures = headline_figures.figures(measured)
+    assert len(headline_figures.verdicts(measured, figures)) >= 5
+    headline_tables.hit_rates(measured)
+    assert len(headline_bars.bars(measured)) == 0  # another scenario
+
+
+def test_a_peer_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
+    few = ("open_shares=[]", "bursty_shares=[]", "open_rates=[]", "cold_documents=0", "arms=[stock, vLLM]")
+    found = headline.run(parameters(tmp_path, *few, server=BROKEN))
+    assert found.cell("vLLM") is None
+    stock = found.cell("stock")
+    assert stock is not None
+    assert stock.used
+    coverage = headline_tables.coverage(found).set_index("arm")["closed"]
+    assert coverage["vLLM"].startswith("not run: vLLM ended with exit code 1: ImportError")
+
+
+# --- figures from records that are made up, so that what must come out is known ------------------------------------
+
+
+def _record(index: int, latency_s: float, every_s: float, document: int = 0) -> RequestRecord:
+    at_s = index * every_s
+    return RequestRecord(
+        index=index,
+        phase=Phase.MEASURED,
+        document=document,
+        client=None,
+        intended_s=at_s,
+        send_s=at_s,
+        first_token_s=at_s + latency_s / 2,
+        end_s=at_s + latency_s,
+        token_times_s=(at_s + latency_s / 2, at_s + latency_s),
+        outcome=Outcome.OK,
+        error=None,
+        max_tokens=2,
+        num_prompt_tokens=1010,
+        num_document_tokens=1000,
+        num_cached_tokens=0 if document > 3 else 1000,
+        num_output_tokens=2,
+        prompt_digest=str(index),
+    )
+
+
+def _block(name: str, load: str, rate: float, latency_s: float, cold_s: tuple[float, ...] = ()) -> Block:
+    records = tuple(_record(i, latency_s * (1 + (i * 37 % 100) / 1000), 1.0 / rate) for i in range(800))
+    run = Run(records, {}, {})
+    cold = tuple(_record(i, 2 * seconds, 1.0, document=4 + i) for i, seconds in enumerate(cold_s))
+    summary = summarise(run, OpenLoad(num_requests=800, rate=rate))
+    return Block(arm(name), load, 0, 0, run, summary, None, rate, cold)
+
+
+def _made_up(measured: Headline, *blocks: Block) -> Headline:
+    h200 = load(CONTRACTS[headline.NOTEBOOK], "h200", ("vllm_site=/site", "vllm_model=/model"))
+    assert isinstance(h200, Headline01)
+    return dataclasses.replace(measured, parameters=h200, blocks=blocks)
+
+
+FULL = "+graphs and overlap"
+
+
+def test_goodput_is_the_highest_rate_below_the_first_that_misses(measured: Headline) -> None:
+    made_up = _made_up(
+        measured,
+        _block(FULL, "open 50 %", 35.0, 0.4),
+        _block(FULL, "open 70 %", 50.0, 0.9),
+        _block(FULL, "open 90 %", 63.0, 2.5),
+        _block("vLLM", "open 50 %", 4.0, 1.5),
+        _block("vLLM", "bursty 50 %", 4.0, 9.0),  # bursts are another matter
+    )
+    table = headline_demand.goodput_table(made_up).set_index("arm")
+    assert table.loc[FULL, "goodput at least/s"] == 50.0
+    assert "63 (misses)" in table.loc[FULL, "rates tried (verdict)"]
+    assert table.loc["vLLM", "goodput at least/s"] == 4.0
+
+
+def test_bars_are_held_or_missed_by_what_was_measured(measured: Headline) -> None:
+    made_up = _made_up(
+        measured,
+        _block(FULL, "open 50 %", 35.0, 0.4),
+        _block(FULL, "open 70 %", 50.0, 0.9),
+        _block("vLLM", "open 50 %", 4.0, 1.5),
+        _block(FULL, "churn 50 %", 35.0, 0.7, cold_s=(12.0, 41.0)),
+    )
+    bars = headline_bars.bars(made_up).set_index("figure")
+    verdicts = bars["verdict"].to_dict()
+    assert verdicts[headline_bars.CLOSED_P99.figure] == "not run"
+    assert verdicts[headline_bars.GOODPUT.figure] == "held"
+    assert bars.loc[headline_bars.GOODPUT_TIMES.figure, "measured"] == 12.5
+    assert verdicts[headline_bars.HALF_P99.figure] == "held"
+    assert bars.loc[headline_bars.CHURN_TIMES.figure, "measured"] == pytest.approx(0.7 / 0.4)
+    assert verdicts[headline_bars.CHURN_TIMES.figure] == "missed"
+    assert bars.loc[headline_bars.CHURN_TTFT.figure, "measured"] == 41.0
+    assert verdicts[headline_bars.CHURN_TTFT.figure] == "missed"
+
+
+def test_a_cold_document_that_was_never_answered_is_no_short_wait(measured: Headline) -> None:
+    block = _block(FULL, "churn 50 %", 35.0, 0.5, cold_s=(12.0, 13.0))
+    lost = dataclasses.replace(block.cold[1], outcome=Outcome.TIMEOUT)
+    made_up = _made_up(measured, dataclasses.replace(block, cold=(block.cold[0], lost)))
+    waits = headline_demand.churn_table(made_up)["their TTFT (s)"][0]
+    assert waits == [12.0, math.inf]
+
+
+def test_a_bar_on_either_side() -> None:
+    assert Bar("a", 1.0, "s").judge(1.0)["verdict"] == "held"
+    assert Bar("a", 1.0, "s").judge(1.1)["verdict"] == "missed"
+    assert Bar("a", 8.0, "", is_floor=True).judge(7.9)["verdict"] == "missed"
+    assert Bar("a", 8.0, "", is_floor=True).judge(None)["verdict"] == "not run"

@@ -1,0 +1,107 @@
+"""Gateways as processes: several of them, and what their end, or the engine's, means to the other side."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from p99lab.engine.config import SchedulerConfig
+from p99lab.engine.engine import Engine
+from p99lab.serving.gateways import serve_from_process
+from p99lab.serving.process import ServerProcessError
+from tests.serving.clients import complete, connect, eventually, slow_steps
+from tests.serving.test_serve_command import serving
+
+ENDLESS: dict[str, Any] = {"model": "tiny", "prompt": "one", "max_tokens": 400, "ignore_eos": True, "stream": True}
+GATEWAY = "p99lab.serving.gateway"
+ARGUMENTS = ("--served-model-name", "tiny", "--num-pages", "40")
+
+
+@pytest.fixture
+def own_engine(new_engine: Callable[..., Engine]) -> Iterator[Engine]:
+    with new_engine() as engine:
+        yield engine
+
+
+def gateways(pid: int, before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
+    """Those of a process, but not those it had before."""
+    children = [process for process in psutil.Process(pid).children() if process not in before]
+    return [process for process in children if not has_ended(process) and GATEWAY in process.cmdline()]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_several_share_a_port_and_follow_the_engine(own_engine: Engine) -> None:
+    before = gateways(os.getpid())
+    with serve_from_process(own_engine, model="tiny", num_gateways=2) as url:
+        assert len(gateways(os.getpid(), before)) == 2
+        for _ in range(6):
+            with connect(url) as client:
+                assert complete(client)["usage"]["completion_tokens"] == 8
+        own_engine.reconfigure(SchedulerConfig(max_num_waiting=2))
+        with connect(url) as client:
+            body = {"model": "tiny", "prompt": "one", "n": 3}
+            eventually(lambda: client.post("/completions", json=body).status_code == 400)
+            assert "p99lab_steps_total 0.0" in client.get(url.removesuffix("/v1") + "/metrics").text
+    assert gateways(os.getpid()) == before
+    assert own_engine.generate(["one"])[0].token_ids  # it is open still
+
+
+def test_a_gateway_that_is_killed_is_told_on_leaving(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_steps(monkeypatch, 0.005)
+    before = gateways(os.getpid())
+    server = serve_from_process(own_engine, model="tiny")
+    url = server.__enter__()
+    with connect(url) as client, client.stream("POST", "/completions", json=ENDLESS) as response:
+        parts = response.iter_text()
+        next(parts)
+        gateways(os.getpid(), before)[0].kill()
+        with pytest.raises(httpx.TransportError):
+            list(parts)
+    eventually(lambda: own_engine.stats().num_running == 0)  # its requests went with it
+    with pytest.raises(ServerProcessError, match=r"ended by itself \(killed by SIGKILL\)"):
+        server.__exit__(None, None, None)
+    own_engine.check()
+
+
+def test_a_server_whose_gateway_is_killed_ends_with_one_line(ascii_llama: str) -> None:
+    with serving(ascii_llama, *ARGUMENTS) as (process, _):
+        gateways(process.pid)[0].kill()
+        out, err = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("", 1)
+    assert err == "p99lab: a gateway has ended by itself (killed by SIGKILL): its clients' requests are lost\n"
+
+
+def test_clients_of_an_engine_that_is_killed_are_told_and_its_gateway_ends(ascii_llama: str) -> None:
+    with (
+        serving(ascii_llama, *ARGUMENTS) as (process, url),
+        connect(url) as client,
+        client.stream("POST", "/completions", json=ENDLESS) as response,
+    ):
+        parts = response.iter_text()
+        next(parts)
+        (gateway,) = gateways(process.pid)
+        process.send_signal(signal.SIGKILL)
+        try:
+            rest = "".join(parts)
+        except httpx.TransportError:
+            pass
+        else:
+            assert '"error"' in rest
+        eventually(lambda: has_ended(gateway))
+
+
+def test_a_gateway_that_cannot_begin_says_why(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gateways(os.getpid())
+    monkeypatch.setattr("p99lab.serving.gateways.READY", "never said")
+    with pytest.raises(ServerProcessError, match="no gateway: ready"), serve_from_process(own_engine):
+        pytest.fail("it must not come up")
+    assert gateways(os.getpid()) == before

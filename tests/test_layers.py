@@ -21,6 +21,7 @@ NEUTRAL = ("errors", "strict", "project")  # import nothing of the package but e
 CONTROL_PLANE = {
     "caches",
     *(f"engine.{name}" for name in ("request", "config", "policy", "grouping", "scheduler", "plan")),
+    *(f"engine.{name}" for name in ("costs", "composition", "admission")),
 }
 BASE_LAB = [
     *("parameters", "run_folder", "figures", "claims", "ledger", "sources", "staleness", "effects", "decisions"),

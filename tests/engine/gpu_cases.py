@@ -1,8 +1,8 @@
 """What the GPU tests share: tiny models of the shapes that kernels tell apart, loads over them, and a yardstick.
 
 An answer is held against the same weights in float32, computed whole on the CPU: every log-probability that an engine
-reports, in the context of the tokens that it has itself chosen, so that near ties cannot make a comparison fail or pass.
-How far it may be off is no number out of the air: what bfloat16 alone costs is measured, on the same tokens, with the
+reports, in the context of the tokens that it has itself chosen, so that near ties make no comparison fail or pass. How
+far it may be off is no number out of the air: what bfloat16 alone costs is measured, on the same tokens, with the
 reference attention on the engine's device.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ from p99lab.engine.config import (
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.graphs import StepGraphs
+from p99lab.engine.graphs import Captured, StepGraphs
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.model_store import load
@@ -79,7 +80,10 @@ class ModelShape:
         generator = torch.Generator().manual_seed(7)
         for name, tensor in weights.by_name():
             tensor.normal_(0.0, 1.0, generator=generator).mul_(_scale(name, tensor)).add_(_mean(name))
-        save_file({name: tensor.bfloat16().contiguous() for name, tensor in weights.by_name()}, directory / "model.safetensors")
+        save_file(
+            {name: tensor.bfloat16().contiguous() for name, tensor in weights.by_name()},
+            directory / "model.safetensors",
+        )
         words = {f"w{number}": number for number in range(VOCAB)}
         Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
 
@@ -295,6 +299,9 @@ class Watched:
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
 
+    def reconfigure(self, attention: AttentionConfig | None, graphs: GraphsConfig | None) -> None:
+        self.runner.reconfigure(attention, graphs)
+
     @property
     def decode_plans(self) -> list[StepPlan]:
         return [plan for plan in self.plans if plan.num_tokens == len(plan.rows)]
@@ -306,20 +313,20 @@ def watched(
 ) -> Iterator[tuple[Engine, Watched]]:
     """An engine, and what it has its runner do."""
     runners: list[Watched] = []
-    replay = StepGraphs.run
+    prepare = StepGraphs.prepare
 
     def new_runner(*args: Any) -> Watched:
         runners.append(Watched(make_runner(*args), tamper))
         return runners[0]
 
-    def run(graphs: StepGraphs, plan: StepPlan, *args: Any) -> torch.Tensor | None:
-        logits = replay(graphs, plan, *args)
-        if logits is not None:
+    def noted(graphs: StepGraphs, plan: StepPlan, *args: Any) -> Captured | None:
+        captured = prepare(graphs, plan, *args)
+        if captured is not None:
             runners[0].replayed.add(plan.epoch)
-        return logits
+        return captured
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepGraphs, "run", run)
+        patch.setattr(StepGraphs, "prepare", noted)
         with Engine(config, new_runner=new_runner) as engine:
             yield engine, runners[0]
 
@@ -338,11 +345,15 @@ class Session:
         self.asked += map(Asked, prompts, each, range(first, first + len(prompts)), answers)
         return self.asked[first:]
 
+    def add(self, prompt: Prompt, sampling: SamplingParams) -> Completion:
+        """Queue a request; whoever steps answers it."""
+        self.asked.append(Asked(prompt, sampling, len(self.asked), answer := Completion("")))
+        answer.request_id = self.engine.add(prompt, sampling, on_event=answer.add)
+        return answer
+
 
 def greedy(num_tokens: int, prompt_logprobs: int | None = None) -> SamplingParams:
-    return SamplingParams(
-        max_tokens=num_tokens, ignore_eos=True, logprobs=NUM_TOP, prompt_logprobs=prompt_logprobs
-    )
+    return SamplingParams(max_tokens=num_tokens, ignore_eos=True, logprobs=NUM_TOP, prompt_logprobs=prompt_logprobs)
 
 
 def drawn(num_tokens: int, seed: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
@@ -401,27 +412,32 @@ class Writer:
 def covering(factors: Mapping[str, tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
     """Combinations in which every pair of values of every two factors occurs, found without trying all combinations.
 
-    Each begins with the first pair that is missing; the other factors take whatever covers most of the missing pairs.
+    Each begins with the first pair that is missing. The other factors take whatever covers most of the missing pairs,
+    and of several such values the one taken least often so far.
     """
     columns = [*factors.values()]
-    order = [pair for combination in _two_by_two(columns) for pair in combination]
-    missing = dict.fromkeys(order)
+    missing = dict.fromkeys(
+        ((i, one), (j, other))
+        for (i, some), (j, others) in itertools.combinations(enumerate(columns), 2)
+        for one, other in itertools.product(some, others)
+    )
+    num_taken: Counter[tuple[int, Any]] = Counter()
     while missing:
         chosen: dict[int, Any] = dict(next(iter(missing)))
         for column, values in enumerate(columns):
             if column not in chosen:
-                chosen[column] = max(values, key=lambda value: _num_covered(chosen, column, value, missing))
+                gains = [
+                    sum(tuple(sorted((item, (column, value)), key=_place)) in missing for item in chosen.items())
+                    for value in values
+                ]
+                least = [-num_taken[column, value] for value in values]
+                chosen[column] = values[max(range(len(values)), key=lambda i: (gains[i], least[i]))]
         row = tuple(chosen[column] for column in range(len(columns)))
+        num_taken.update(enumerate(row))
         for pair in pairs(row):
             missing.pop(pair, None)
         yield row
 
 
-def _two_by_two(columns: Sequence[tuple[Any, ...]]) -> Iterator[Iterator[Any]]:
-    for (i, some), (j, others) in itertools.combinations(enumerate(columns), 2):
-        yield (((i, one), (j, other)) for one, other in itertools.product(some, others))
-
-
-def _num_covered(chosen: Mapping[int, Any], column: int, value: Any, missing: Mapping[Any, None]) -> int:
-    together = [tuple(sorted([(column, value), item], key=lambda entry: entry[0])) for item in chosen.items()]
-    return sum(pair in missing for pair in together)
+def _place(item: tuple[int, Any]) -> int:
+    return item[0]

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p99lab.engine.costs import H200, TWO_CORES, DeviceCosts, StepCost
+from p99lab.engine.geometry import Geometry
 from p99lab.engine.grouping import arrange, group_rows
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import SamplingParams
@@ -114,3 +116,77 @@ def test_in_prefix_order_groups_are_contiguous(case: tuple[list[Row], int]) -> N
     assert set(groups) == set(group_rows(ordered, page_size, 1))
     for group in groups:
         assert list(group.rows) == list(range(group.rows[0], group.rows[-1] + 1))
+
+
+LLAMA = Geometry.named("llama-3.1-8b")
+COST = StepCost(H200, LLAMA, page_size=64)
+
+
+def page_run(number: int, num_tokens: int) -> list[int]:
+    """Pages that only one prefix has, however long the others are."""
+    return list(range(number * 10_000, number * 10_000 + num_tokens // 64))
+
+
+def asking(*prefixes: list[int], num_tokens: int = 1, number: int = 0) -> Row:
+    """A row over `prefixes` and a page and a half of its own, that computes `num_tokens`."""
+    shared = [page for prefix in prefixes for page in prefix]
+    own = [-1 - 40 * number - i for i in range(2 + num_tokens // 64)]
+    token_ids = np.ones(num_tokens, np.int32)
+    table = np.array(shared + own, np.int32)
+    return Row("r", number, token_ids, len(shared) * 64 + 32, table, True, SamplingParams(), 0)
+
+
+@st.composite
+def mixtures(draw: st.DrawFn) -> list[Row]:
+    """1 to 64 requests on 1 to 64 documents of any length, skewed, below a system prompt and above turns or not."""
+    lengths = st.one_of(st.integers(256, 4096), st.integers(256, 131_072))
+    system = page_run(1, draw(st.sampled_from([0, 64, 256, 2048, 16_384])))
+    documents = [page_run(10 + i, n) for i, n in enumerate(draw(st.lists(lengths, min_size=1, max_size=64)))]
+    turns = [page_run(100 + i, draw(st.sampled_from([0, 64, 640, 8192]))) for i in range(4)]
+    num_rows = draw(st.integers(1, 64))
+    skew = draw(st.sampled_from([0.3, 1.0, 3.0]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    rows = []
+    for number in range(num_rows):
+        document = int(len(documents) * rng.random() ** skew)
+        turn = [[page + 1000 * document for page in turns[i]] for i in rng.integers(0, 4, rng.integers(0, 2))]
+        num_tokens = int(rng.choice([1, 1, 1, 17, 64, 512]))
+        rows.append(asking(system, documents[document], *turn, num_tokens=num_tokens, number=number))
+    return rows
+
+
+@pytest.mark.parametrize("device", [H200, TWO_CORES])
+@settings(deadline=None, derandomize=True, max_examples=120)
+@given(mixtures(), st.sampled_from([64, 256]))
+def test_groups_by_cost_are_valid_and_never_slower(device: DeviceCosts, rows: list[Row], min_shared: int) -> None:
+    costs = StepCost(device, LLAMA, 64)
+    order, groups = arrange(rows, 64, min_shared, costs)
+    ordered = [rows[i] for i in order]
+    assert sorted(order) == list(range(len(rows)))
+    assert_contract(ordered, groups, 64, min_shared)
+    plain_s = costs.step_time_s(ordered, ())
+    assert costs.step_time_s(ordered, groups) <= plain_s
+    by_length = arrange(rows, 64, min_shared)[1]
+    assert costs.step_time_s(ordered, groups) <= 1.03 * min(plain_s, costs.step_time_s(ordered, by_length))
+
+
+def test_a_document_pays_and_its_singletons_stay_alone() -> None:
+    documents = [page_run(2 + i, 130_816) for i in range(3)]
+    rows = [asking(documents[i], number=n) for n, i in enumerate((0, 0, 0, 1, 2, 2))]
+    order, groups = arrange(rows, 64, 256, COST)
+    assert [tuple(order[i] for i in group.rows) for group in groups] == [(0, 1, 2), (4, 5)]
+
+
+def test_a_system_prompt_pays_for_many_and_is_read_by_two_documents_themselves() -> None:
+    system = page_run(1, 512)
+    many = [asking(system, page_run(2 + i, 8192), number=8 * i + j) for i in range(8) for j in range(8)]
+    assert [len(group.rows) for group in arrange(many, 64, 256, COST)[1]] == [64] + [8] * 8
+    two = [asking(system, page_run(2 + i, 8192), number=20 * i + j) for i in range(2) for j in range(20)]
+    groups = arrange(two, 64, 256, COST)[1]  # 160 folded rows are two tiles together, and two apart
+    assert [(group.first_page, group.num_pages, len(group.rows)) for group in groups] == [(0, 136, 20), (0, 136, 20)]
+
+
+def test_prompts_that_fill_their_tiles_have_no_use_for_a_group() -> None:
+    rows = [asking(page_run(1, 8192), num_tokens=2048, number=i) for i in range(2)]
+    assert arrange(rows, 64, 256)[1] != ()
+    assert arrange(rows, 64, 256, COST)[1] == ()

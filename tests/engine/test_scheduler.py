@@ -20,6 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from p99lab.caches.pages import PagePool
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
+from p99lab.engine.costs import TWO_CORES, StepCost
+from p99lab.engine.geometry import Geometry
 from p99lab.engine.grouping import group_rows
 from p99lab.engine.plan import Row, StepPlan, StepResult
 from p99lab.engine.request import FinishReason, Logprobs, Request, SamplingParams, Status
@@ -122,9 +124,10 @@ class Bench:
         self.config = SchedulerConfig(**config)
         self.scheduler = Scheduler(
             self.config,
-            GroupingConfig(enabled=grouping, min_shared_tokens=1),
+            GroupingConfig(enabled=grouping, decide_by="length", min_shared_tokens=1),
             PrefixTree(self.pool, prefix_cache),
             eos_token_ids=(EOS,),
+            costs=StepCost(TWO_CORES, Geometry.named("smollm2-135m"), page_size),
         )
         self.executor = Executor(page_size)
         self.requests: list[Request] = []
@@ -275,6 +278,31 @@ def test_chunks_fill_what_decode_rows_leave() -> None:
     plan = bench.step()
     assert [row.num_scheduled_tokens for row in plan.rows] == [1, 1]
     assert all(row.samples for row in plan.rows)
+
+
+def test_steps_are_bounded_only_where_their_time_is_known() -> None:
+    with pytest.raises(BadParameterError, match="max_step_s"):
+        Scheduler(SchedulerConfig(max_step_s=0.1), GroupingConfig(), PrefixTree(PagePool(8, 4)))
+
+
+def test_while_somebody_decodes_prompts_get_what_the_bound_leaves() -> None:
+    bench = Bench(max_num_batched_tokens=512, max_step_s=0.25, num_pages=400)
+    bench.add([0, 1], max_tokens=30)
+    bench.step()
+    bench.add([2] * 1000)
+    chunks = [max(row.num_scheduled_tokens for row in bench.step().rows) for _ in range(4)]
+    assert 64 < min(chunks) <= max(chunks) < 200
+
+
+def test_a_document_being_read_does_not_keep_questions_waiting() -> None:
+    bench = Bench(max_num_batched_tokens=16, num_pages=200)
+    document = bench.add([2] * 400)
+    bench.step()
+    questions = [bench.add([0, 1, 0], max_tokens=2) for _ in range(3)]
+    before = document.num_computed_tokens
+    bench.step()
+    assert all(question.num_output_tokens == 1 for question in questions)
+    assert document.num_computed_tokens == before + 16 - 9
 
 
 def test_decode_rows_come_before_even_the_most_urgent_prompt() -> None:
@@ -646,6 +674,8 @@ class Serving(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 5),
         max_num_waiting=st.none() | st.integers(1, 4),
         overlap=st.booleans(),
+        max_step_s=st.sampled_from([None, 1e-6, 0.1]),
+        max_hold_s=st.sampled_from([0.0, 2.0, 1e9]),
     )
     def start(self, **config) -> None:
         self.bench = Bench(**config)

@@ -1,4 +1,4 @@
-"""A folder that looks like one vLLM was installed in: its server answers at once, and remembers prompts as a cache does."""
+"""A folder that looks like one that holds vLLM: its server answers at once, and knows prompts again as a cache does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headline under loads of its own capacity, with churn and beside a peer: on a tiny model, with a stand-in for vLLM."""
+"""The headline under shares of each arm's capacity, with churn, and beside a stand-in for vLLM, on a tiny model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notebook 01's plan: which arm gets which load, at which rate, for how long; and what a part of a publication leaves out."""
+"""Notebook 01's plan: which arm gets which load, at which rate, for how long, and what a part leaves out."""
 
 from __future__ import annotations
 

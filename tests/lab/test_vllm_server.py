@@ -31,9 +31,9 @@ def test_it_serves_until_it_is_left(tmp_path: Path, model: Path) -> None:
 
 def test_it_takes_its_group_along(tmp_path: Path, model: Path) -> None:
     forking = "import os, sys, time\nif os.fork() == 0:\n    print('child', os.getpid(), flush=True)\ntime.sleep(60)\n"
-    with pytest.raises(PeerError, match=r"vLLM does not answer after 1 s: child \d+") as caught:
-        with vllm_server(VllmSpec(make_site(tmp_path / "site", forking), model), 1.0):
-            pass
+    starting = vllm_server(VllmSpec(make_site(tmp_path / "site", forking), model), 1.0)
+    with pytest.raises(PeerError, match=r"vLLM does not answer after 1 s: child \d+") as caught, starting:
+        pass
     child = int(str(caught.value).split()[-1])
     until_s = time.monotonic() + 5.0
     while psutil.pid_exists(child) and time.monotonic() < until_s:  # its new parent has to bury it
@@ -45,10 +45,10 @@ def test_it_takes_its_group_along(tmp_path: Path, model: Path) -> None:
 
 
 def test_a_server_that_ends_says_why_in_a_line(tmp_path: Path, model: Path) -> None:
-    spec = VllmSpec(make_site(tmp_path / "site", BROKEN), model)
-    with pytest.raises(PeerError, match=r"^vLLM ended with exit code 1: ImportError: no kernels for this GPU$"):
-        with vllm_server(spec, 30.0):
-            pass
+    starting = vllm_server(VllmSpec(make_site(tmp_path / "site", BROKEN), model), 30.0)
+    reason = r"^vLLM ended with exit code 1: ImportError: no kernels for this GPU$"
+    with pytest.raises(PeerError, match=reason), starting:
+        pass
 
 
 def test_its_process_sees_its_own_packages_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,5 +79,5 @@ def test_what_it_is_told(tmp_path: Path, model: Path) -> None:
 def test_folders_that_are_not_what_they_should_be(tmp_path: Path, model: Path) -> None:
     with pytest.raises(BadParameterError, match="no vLLM in"):
         VllmSpec(tmp_path, model)
-    with pytest.raises(BadParameterError, match="no config.json in"):
+    with pytest.raises(BadParameterError, match=r"no config\.json in"):
         VllmSpec(make_site(tmp_path / "site"), tmp_path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 
 import torch
 
-from p99lab.engine.attention.base import AttentionBackend
+from p99lab.engine.attention.base import AttentionBackend, GraphAttention
 from p99lab.engine.attention.reference import ReferenceAttention
-from p99lab.engine.config import MAX_NUM_SEQS, EngineConfig
+from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig
+from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
@@ -26,33 +28,62 @@ def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRu
         BadParameterError: the attention backend asked for cannot be used here.
     """
     model = LlamaModel(weights)
-    device = pool.k.device
-    sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=device)
-    missing = _flashinfer_misses(config, weights, pool)
-    if missing is not None:
-        if config.attention.backend == "flashinfer":
-            raise BadParameterError(f"attention backend 'flashinfer': {missing}")
-        if config.attention.backend == "auto" and device.type == "cuda":
-            LOGGER.warning("attention in plain torch, which is slow on a GPU: %s", missing)
-        attention: AttentionBackend = ReferenceAttention(pool)
-        return ModelRunner(model, pool, attention, config.seed, sampled)
-    from p99lab.engine.attention.flashinfer import FlashInferAttention
-
-    captured = FlashInferAttention(pool, weights.geometry)
+    sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=pool.k.device)
+    attentions = Attentions(pool, weights.geometry)
+    attention = attentions.choose(config.attention)
     graphs = None
-    if config.graphs.enabled:
+    if config.graphs.enabled and config.attention.kernels == "spans" and attention is not attentions.reference:
         wanted = shapes(config.scheduler.max_num_seqs, config.graphs.max_num_tokens)
         with torch.inference_mode():
-            graphs = StepGraphs(model, captured, sampled, wanted)
-    return ModelRunner(model, pool, captured, config.seed, sampled, graphs)
+            graphs = StepGraphs(model, attentions.spans, sampled, wanted)
+    return ModelRunner(model, pool, attention, config.seed, sampled, graphs, attentions.choose)
 
 
-def _flashinfer_misses(config: EngineConfig, weights: Weights, pool: KVPool) -> str | None:
-    """Why FlashInfer's kernels are not to be used, in one line; None: they are."""
-    if config.attention.backend == "reference":
-        return "not asked for"
-    if pool.k.device.type != "cuda":
-        return f"it needs a GPU, the device is '{pool.k.device}'"
-    from p99lab.engine.attention.flashinfer import unsupported
+class Attentions:
+    """The attention backends over one pool, each made when it is first asked for: kernels may have to be compiled."""
 
-    return unsupported(pool.k.device, pool.k.dtype, weights.geometry)
+    def __init__(self, pool: KVPool, geometry: Geometry) -> None:
+        self._pool, self._geometry = pool, geometry
+
+    @cached_property
+    def reference(self) -> ReferenceAttention:
+        return ReferenceAttention(self._pool)
+
+    @cached_property
+    def spans(self) -> GraphAttention:
+        from p99lab.engine.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(self._pool, self._geometry)
+
+    @cached_property
+    def paged(self) -> AttentionBackend:
+        from p99lab.engine.attention.paged import PagedAttention
+
+        return PagedAttention(self._pool, self._geometry)
+
+    def choose(self, config: AttentionConfig) -> AttentionBackend:
+        """What the configuration asks for; with `auto` plain torch where that is missing, and a warning on a GPU.
+
+        Raises:
+            BadParameterError: FlashInfer is asked for by its name, and cannot be used here.
+        """
+        missing = self._missing(config)
+        if missing is None:
+            return self.paged if config.kernels == "paged" else self.spans
+        if config.backend == "flashinfer":
+            raise BadParameterError(f"attention backend 'flashinfer': {missing}")
+        if config.backend == "auto" and self._pool.k.device.type == "cuda":
+            LOGGER.warning("attention in plain torch, which is slow on a GPU: %s", missing)
+        return self.reference
+
+    def _missing(self, config: AttentionConfig) -> str | None:
+        """Why FlashInfer's kernels are not to be used, in one line; None: they are."""
+        if config.backend == "reference":
+            return "not asked for"
+        device, dtype = self._pool.k.device, self._pool.k.dtype
+        if device.type != "cuda":
+            return f"it needs a GPU, the device is '{device}'"
+        from p99lab.engine.attention import flashinfer, paged
+
+        unsupported = paged.unsupported if config.kernels == "paged" else flashinfer.unsupported
+        return unsupported(device, dtype, self._geometry)

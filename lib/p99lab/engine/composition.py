@@ -40,7 +40,7 @@ class StepBound:
 
 
 class Budget(NamedTuple):
-    """What a step has left for prompts: no more than `num_tokens`, and within `seconds`, or `num_owed` tokens at least."""
+    """What a step has left for prompts: `num_tokens` at most, within `seconds`, but `num_owed` tokens at any rate."""
 
     num_tokens: int
     seconds: float

@@ -67,13 +67,21 @@ class GroupingConfig(StrictModel):
 
 class AttentionConfig(StrictModel):
     """Which kernels attend: `flashinfer` (Hopper GPUs), `reference` (plain torch, anywhere), or `auto`: the first where
-    it can be used."""
+    it can be used.
+
+    `kernels`, of FlashInfer's: `spans` reads a prefix that rows share once for all of them and can be captured;
+    `paged` are its wrappers as they come, each row over its own page table, and grouping changes nothing.
+    """
 
     backend: Literal["auto", "flashinfer", "reference"] = "auto"
+    kernels: Literal["spans", "paged"] = "spans"
 
 
 class GraphsConfig(StrictModel):
-    """Steps of up to `max_num_tokens` tokens as CUDA graphs, captured at start where the attention allows it."""
+    """Steps of up to `max_num_tokens` tokens as CUDA graphs, captured at start where the attention allows it.
+
+    `enabled` also decides, at any time, whether those are used.
+    """
 
     enabled: bool = True
     max_num_tokens: int = Field(512, ge=1)

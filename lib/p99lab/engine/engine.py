@@ -19,7 +19,7 @@ import torch
 from p99lab.caches.pages import PagePool
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.backends import make_runner
-from p99lab.engine.config import EngineConfig, GroupingConfig, SchedulerConfig
+from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost, device_costs
 from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent, Usage
 from p99lab.engine.geometry import Geometry
@@ -399,14 +399,17 @@ class Engine:
         scheduler: SchedulerConfig | None = None,
         grouping: GroupingConfig | None = None,
         prefix_cache: bool | None = None,
+        attention: AttentionConfig | None = None,
+        graphs: GraphsConfig | None = None,
     ) -> None:
-        """Schedule differently from now on, over the same weights, pool and cached pages. Counters begin anew.
+        """Work differently from now on, over the same weights, pool and cached pages. Counters begin anew.
 
         Raises:
             RuntimeError: requests are waiting or running.
+            BadParameterError: an attention that cannot be used here, or graphs that were not captured at the start.
         """
         with self._lock, uninterrupted():
-            self._usable_runner()
+            runner = self._usable_runner()
             if self._live:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
             self._settle()
@@ -417,7 +420,16 @@ class Engine:
                 parts["grouping"] = grouping.model_dump()
             if prefix_cache is not None:
                 parts["cache"]["prefix_cache"] = prefix_cache
-            self.config = EngineConfig.parse(parts)
+            if attention is not None:
+                parts["attention"] = attention.model_dump()
+            if graphs is not None:
+                if graphs.max_num_tokens != self.config.graphs.max_num_tokens:
+                    raise BadParameterError("graphs: 'max_num_tokens' is fixed when the engine starts")
+                parts["graphs"] = graphs.model_dump()
+            config = EngineConfig.parse(parts)
+            if attention is not None or graphs is not None:
+                runner.reconfigure(attention, graphs)
+            self.config = config
             self._tree.enabled = self.config.cache.prefix_cache
             self._scheduler = self._new_scheduler()
             self._step_times = StepTimes()

@@ -74,6 +74,11 @@ class StepGraphs:
         self._memory: Any = None  # torch's handle of the graphs' pool
         self._captured = [self._capture(shape) for shape in reversed(wanted)][::-1]
 
+    @property
+    def attention(self) -> GraphAttention:
+        """What attends in the captured steps."""
+        return self._attention
+
     def prepare(self, plan: StepPlan, inputs: Sequence[IntArray], samples: IntArray) -> Captured | None:
         """Send a step's lists and inputs to the buffers of a graph; None, and nothing sent: no graph has its shape.
 

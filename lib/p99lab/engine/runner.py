@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from p99lab.engine.attention.base import AttentionBackend
+from p99lab.engine.config import AttentionConfig, GraphsConfig
 from p99lab.engine.graphs import StepGraphs, resolved
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
@@ -17,6 +18,7 @@ from p99lab.engine.plan import InFlight, Logprobs, Row, StepPlan, StepResult
 from p99lab.engine.request import IntArray
 from p99lab.engine.sampler import Scores, choose, score, score_rows
 from p99lab.engine.staging import upload
+from p99lab.errors import BadParameterError
 
 NUM_SCORED_AT_ONCE = 256  # prompt tokens whose logits exist at the same time: with 128K words, 0.1 GiB
 
@@ -33,6 +35,14 @@ class Runner(Protocol):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and wait for its tokens."""
+        ...
+
+    def reconfigure(self, attention: AttentionConfig | None, graphs: GraphsConfig | None) -> None:
+        """Run the steps that follow otherwise; None: in this as before. No step is in flight.
+
+        Raises:
+            BadParameterError: it cannot; nothing has changed.
+        """
         ...
 
 
@@ -97,6 +107,7 @@ class ModelRunner:
 
     Args:
         sampled: [max_num_seqs] int64, for what the rows of the latest step have sampled.
+        choose: what attends, over the same pool, when it is configured otherwise; raises BadParameterError.
     """
 
     def __init__(
@@ -106,7 +117,8 @@ class ModelRunner:
         attention: AttentionBackend,
         seed: int,
         sampled: torch.Tensor,
-        graphs: StepGraphs | None = None,
+        graphs: StepGraphs | None,
+        choose: Callable[[AttentionConfig], AttentionBackend],
     ) -> None:
         self._model = model
         self._pool = pool
@@ -114,7 +126,20 @@ class ModelRunner:
         self._attention = attention
         self._seed = seed
         self._sampled = sampled
-        self._graphs = graphs
+        self._graphs = self._captured = graphs
+        self._wants_graphs = graphs is not None
+        self._choose = choose
+
+    def reconfigure(self, attention: AttentionConfig | None, graphs: GraphsConfig | None) -> None:
+        """See `Runner`. What was captured at start stays, and is used by steps of the attention that it was for."""
+        chosen = self._attention if attention is None else self._choose(attention)
+        captured = self._captured if self._captured is not None and self._captured.attention is chosen else None
+        if graphs is not None:
+            if graphs.enabled and captured is None:
+                raise BadParameterError("graphs: none were captured for this attention when the engine started")
+            self._wants_graphs = graphs.enabled
+        self._attention = chosen
+        self._graphs = captured if self._wants_graphs else None
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a step and wait for its tokens."""

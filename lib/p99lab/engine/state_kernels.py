@@ -2,8 +2,8 @@
 
 A query's attention over a long range of keys is computed in parts: the prefix that its group shares, perhaps cut into
 segments, and what is private. A part's result is its output and its log-sum-exp; from all of them follows the attention
-over all keys, exactly (see `attention.softmax`). As in `kernels`, a function is one launch, computes in float32 and can
-be captured by a CUDA graph; tensors are contiguous.
+over all keys, exactly (see `attention.softmax`). Short private parts are computed where the others are merged. As in
+`kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph; tensors are contiguous.
 
 A shared prefix needs no causal mask, so all query heads of a kv head see the same keys. *Folded* means that they stand
 as rows below each other: query head h * group + g of row m is head h of row m * group + g, where group is
@@ -18,6 +18,12 @@ import torch
 
 from p99lab.engine.kernels import heads_of_a_program
 from p99lab.engine.needs_triton import tl, triton
+
+KEYS_AT_ONCE = 32
+STAGES = 4  # three blocks of keys are on their way at a time; with 48 KiB of them four programs fit a multiprocessor
+FEW_ROWS = 4  # partial rows at a time of a token that has no more
+MANY_ROWS = 16  # of any other: all loads of the usual ones are on their way together
+TILE_ELEMENTS = 8192  # of a block of partial rows: 64 a thread
 
 
 def gather_folded(
@@ -64,106 +70,191 @@ def _gather_folded(
     tl.store(out + index * (num_q * dim) + folded * dim + dims, queries, mask=inside)
 
 
-def merge_states(
+def finish_states(
+    q: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    private_starts: torch.Tensor,
+    private_lens: torch.Tensor,
     shared_out: torch.Tensor,
     shared_lse: torch.Tensor,
-    private_out: torch.Tensor,
-    private_lse: torch.Tensor,
+    causal_out: torch.Tensor,
+    causal_lse: torch.Tensor,
     segment_indptr: torch.Tensor,
     segment_rows: torch.Tensor,
+    scale: float,
     out: torch.Tensor | None = None,
-    *,
-    base2: bool,
-    folded: bool,
 ) -> torch.Tensor:
-    """Attention of every token over all its keys, from partial results over disjoint ranges of them.
+    """Attention of every token over all its keys: over its private ones here, merged with partial results over others.
 
-    A partial row is `shared` below the number M0 of shared rows, else row - M0 of `private`. One whose lse is -inf has
-    seen no key and counts for nothing, whatever its out holds; a token with no other, or with none at all, gets zeros.
+    A partial row is `shared` below the number M0 of shared rows, else row - M0 of `causal`. One whose lse is -inf has
+    seen no key and counts for nothing, whatever its out holds; a token that has neither keys nor rows gets zeros.
 
-    FlashInfer's lse is in base 2, torch's is a natural logarithm: the wrong `base2` gives plausible, wrong output
-    (flashinfer issue 2113).
+    Both lse are in base 2, as FlashInfer gives them: natural logarithms would give plausible, wrong output (flashinfer
+    issue 2113). Scores and sums are float32; weights of private values are rounded to their dtype, as in FA3. With
+    float32 that product leaves the tensor cores and is slow.
 
     Args:
-        shared_out: [M0, q_heads, dim], or folded [M0 * group, kv_heads, dim]; M0 may be 0.
-        shared_lse: float32, like shared_out without dim.
-        private_out: [rows, q_heads, dim], dim a power of two >= 16.
-        private_lse: [rows, q_heads] float32.
+        q: [T, q_heads, dim], dim a power of two >= 16.
+        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads.
+        private_starts, private_lens: [T] int32 or int64. Token t sees the private_lens[t] slots from private_starts[t]
+            on; 0: none, wherever they start. Any length is right, a few hundred at most are fast.
+        shared_out: [M0 * group, kv_heads, dim], folded as `gather_folded` folds queries; M0 may be 0.
+        shared_lse: [M0 * group, kv_heads] float32.
+        causal_out: [rows, q_heads, dim]; rows may be 0.
+        causal_lse: [rows, q_heads] float32.
         segment_indptr: [T + 1] int32 or int64.
         segment_rows: int32 or int64. Token t has the rows segment_rows[segment_indptr[t] : segment_indptr[t + 1]], in
             any order. What lies beyond segment_indptr[T] is not read.
+        scale: of scores, dim ** -0.5 as a rule; another value compiles another kernel.
         out: [T, q_heads, dim].
-        base2: whether both lse are logarithms to base 2, as against natural.
-        folded: whether shared_out and shared_lse are folded, as `gather_folded` folds queries.
 
     Returns:
-        `out`, or a new tensor of private_out's dtype.
+        `out`, or a new tensor like q.
     """
-    num_tokens, (_, num_q, dim) = len(segment_indptr) - 1, private_out.shape
-    group = num_q // shared_out.shape[1] if folded else 1
-    assert shared_out.is_contiguous()
-    assert private_out.is_contiguous()
+    num_tokens, num_q, dim = q.shape
+    num_kv = k_pool.shape[1]
+    group = num_q // num_kv
+    assert all(tensor.is_contiguous() for tensor in (q, k_pool, v_pool, shared_out, causal_out))
+    assert q.dtype == k_pool.dtype == v_pool.dtype
+    assert shared_out.dtype == causal_out.dtype
+    assert shared_out.shape[1:] == k_pool.shape[1:]
     assert shared_lse.shape == shared_out.shape[:2]
-    assert private_lse.shape == private_out.shape[:2]
-    out = private_out.new_empty(num_tokens, num_q, dim) if out is None else out
+    assert causal_lse.shape == causal_out.shape[:2]
+    out = torch.empty_like(q) if out is None else out
     if num_tokens:
-        block = heads_of_a_program(dim)
-        partials = (shared_out, shared_lse, private_out, private_lse, len(shared_out) // group)
-        sizes = (num_q, group, dim, block)
-        grid = (num_tokens, -(-num_q // block))
-        _merge_states[grid](*partials, segment_indptr, segment_rows, out, base2, *sizes, num_warps=4)
+        padded = triton.next_power_of_2(group)
+        many = max(FEW_ROWS, min(MANY_ROWS, TILE_ELEMENTS // (padded * dim)))
+        private = (k_pool, v_pool, private_starts, private_lens)
+        partials = (shared_out, shared_lse, causal_out, causal_lse, len(shared_out) // group)
+        sizes = (num_kv, group, padded, dim, KEYS_AT_ONCE, FEW_ROWS, many)
+        _finish_states[(num_tokens * num_kv,)](
+            q, *private, *partials, segment_indptr, segment_rows, out, scale, *sizes, num_warps=4, num_stages=STAGES
+        )
     return out
 
 
-@triton.jit(do_not_specialize=["num_shared"], do_not_specialize_on_alignment=["segment_indptr", "segment_rows"])
-def _merge_states(
+@triton.jit(
+    do_not_specialize=["num_shared"],
+    do_not_specialize_on_alignment=["private_starts", "private_lens", "segment_indptr", "segment_rows"],
+)
+def _finish_states(
+    q: tl.tensor,
+    k_pool: tl.tensor,
+    v_pool: tl.tensor,
+    private_starts: tl.tensor,
+    private_lens: tl.tensor,
     shared_out: tl.tensor,
     shared_lse: tl.tensor,
-    private_out: tl.tensor,
-    private_lse: tl.tensor,
+    causal_out: tl.tensor,
+    causal_lse: tl.tensor,
     num_shared: int,
     segment_indptr: tl.tensor,
     segment_rows: tl.tensor,
     out: tl.tensor,
-    base2: tl.constexpr,
-    num_q: tl.constexpr,
+    scale: tl.constexpr,
+    num_kv: tl.constexpr,
     group: tl.constexpr,
+    padded: tl.constexpr,
     dim: tl.constexpr,
     block: tl.constexpr,
+    few: tl.constexpr,
+    many: tl.constexpr,
 ) -> None:
-    """One program a block of query heads of one token; `peak` is the largest lse so far, what is summed is relative."""
-    token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * block + tl.arange(0, block)
-    dims = tl.arange(0, dim)[None, :]
-    inside = heads < num_q
-    folded = _folded(heads, num_q, group)
-    peak = tl.full([block], float("-inf"), tl.float32)
-    total = tl.zeros([block], tl.float32)
-    merged = tl.zeros([block, dim], tl.float32)
+    """One program a kv head of a token, with the group's query heads. The state is `peak`, the largest logarithm (base
+    2) of a weight so far, and relative to it the weights' `total` and the `merged` values."""
+    token = (tl.program_id(0) // num_kv).to(tl.int64)
+    kv_head = tl.program_id(0) % num_kv
+    start, num_keys = tl.load(private_starts + token).to(tl.int64), tl.load(private_lens + token)
     index, end = tl.load(segment_indptr + token), tl.load(segment_indptr + token + 1)
+    heads = tl.arange(0, padded)[:, None]
+    own = (token * num_kv + kv_head) * (group * dim) + heads * dim + tl.arange(0, dim)[None, :]
+    peak = tl.full([padded], float("-inf"), tl.float32)
+    total = tl.zeros([padded], tl.float32)
+    merged = tl.zeros([padded, dim], tl.float32)
+    if num_keys > 0:
+        queries = tl.load(q + own, mask=heads < group, other=0.0)
+        at = (start * num_kv + kv_head) * dim
+        log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
+        peak, total, merged = _attended(queries, k_pool + at, v_pool + at, num_keys, log2_scale, num_kv * dim, block)
     while index < end:
-        row = tl.load(segment_rows + index).to(tl.int64)
-        if row < num_shared:
-            at = row * num_q + folded
-            lse = tl.load(shared_lse + at, mask=inside, other=0.0)
-            part = tl.load(shared_out + at[:, None] * dim + dims, mask=inside[:, None], other=0.0).to(tl.float32)
+        rows, left = segment_rows + index, end - index
+        shared, causal = (shared_out, shared_lse, num_shared), (causal_out, causal_lse)
+        if left <= few:
+            peak, total, merged = _merged(peak, total, merged, rows, left, shared, causal, kv_head, num_kv, group, few)
         else:
-            at = (row - num_shared) * num_q + heads
-            lse = tl.load(private_lse + at, mask=inside, other=0.0)
-            part = tl.load(private_out + at[:, None] * dim + dims, mask=inside[:, None], other=0.0).to(tl.float32)
-        if not base2:
-            lse *= 1.4426950408889634  # log2(e)
-        empty = lse == float("-inf")
-        higher = tl.maximum(peak, lse)
-        origin = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is nan
-        kept, weight = tl.exp2(peak - origin), tl.exp2(lse - origin)
-        total = total * kept + weight
-        merged = merged * kept[:, None] + weight[:, None] * tl.where(empty[:, None], 0.0, part)
-        peak = higher
-        index += 1
+            peak, total, merged = _merged(peak, total, merged, rows, left, shared, causal, kv_head, num_kv, group, many)
+        index += many
     merged /= tl.where(total == 0.0, 1.0, total)[:, None]
-    target = out + token * (num_q * dim) + heads[:, None] * dim + dims
-    tl.store(target, merged.to(out.dtype.element_ty), mask=inside[:, None])
+    tl.store(out + own, merged.to(out.dtype.element_ty), mask=heads < group)
+
+
+@triton.jit
+def _attended(
+    queries: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    num_keys: tl.tensor,
+    log2_scale: tl.constexpr,
+    stride: tl.constexpr,
+    block: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state of `queries` [heads, dim] over at least one key; the next one's elements begin `stride` further."""
+    num_heads: tl.constexpr = queries.shape[0]
+    dim: tl.constexpr = queries.shape[1]
+    peak = tl.full([num_heads], float("-inf"), tl.float32)
+    totals = tl.zeros([num_heads, block], tl.float32)  # summed once at the end: a sum over keys crosses warps
+    merged = tl.zeros([num_heads, dim], tl.float32)
+    for first in range(0, num_keys, block):
+        keys = first + tl.arange(0, block)
+        seen = keys < num_keys
+        at = keys.to(tl.int64)[:, None] * stride + tl.arange(0, dim)[None, :]
+        some_k = tl.load(k + at, mask=seen[:, None], other=0.0)
+        some_v = tl.load(v + at, mask=seen[:, None], other=0.0)
+        scores = tl.dot(queries, tl.trans(some_k), input_precision="ieee") * log2_scale  # [heads, block]
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, axis=1))
+        kept, weights = tl.exp2(peak - higher)[:, None], tl.exp2(scores - higher[:, None])
+        totals = totals * kept + weights
+        merged = tl.dot(weights.to(some_v.dtype), some_v, merged * kept, input_precision="ieee")
+        peak = higher
+    return peak, tl.sum(totals, axis=1), merged
+
+
+@triton.jit
+def _merged(
+    peak: tl.tensor,
+    total: tl.tensor,
+    merged: tl.tensor,
+    rows: tl.tensor,
+    num_rows: tl.tensor,
+    shared: tl.tuple,
+    causal: tl.tuple,
+    kv_head: tl.tensor,
+    num_kv: tl.constexpr,
+    group: tl.constexpr,
+    block: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """The state, and with it up to `block` partial rows of the `num_rows` listed at `rows`."""
+    shared_out, shared_lse, num_shared = shared
+    causal_out, causal_lse = causal
+    padded: tl.constexpr = merged.shape[0]
+    dim: tl.constexpr = merged.shape[1]
+    heads, each = tl.arange(0, padded)[:, None], tl.arange(0, block)[None, :]
+    inside = (heads < group) & (each < num_rows)
+    row = tl.load(rows + each, mask=each < num_rows, other=0)
+    is_shared = row < num_shared
+    head = tl.where(is_shared, heads * num_kv + kv_head, kv_head * group + heads)  # folded, or not
+    at = tl.where(is_shared, row, row - num_shared).to(tl.int64) * (num_kv * group) + head  # [padded, block]
+    lse = tl.load(tl.where(is_shared, shared_lse, causal_lse) + at, mask=inside, other=float("-inf"))
+    places = tl.where(is_shared[:, :, None], shared_out, causal_out) + at[:, :, None] * dim
+    parts = tl.load(places + tl.arange(0, dim)[None, None, :], mask=inside[:, :, None], other=0.0).to(tl.float32)
+    higher = tl.maximum(peak, tl.max(lse, axis=1))
+    origin = tl.where(higher == float("-inf"), 0.0, higher)  # -inf - -inf is nan
+    kept, weights = tl.exp2(peak - origin), tl.exp2(lse - origin[:, None])
+    parts = tl.where((lse == float("-inf"))[:, :, None], 0.0, parts)
+    merged = merged * kept[:, None] + tl.sum(weights[:, :, None] * parts, axis=1)
+    return higher, total * kept + tl.sum(weights, axis=1), merged
 
 
 @triton.jit

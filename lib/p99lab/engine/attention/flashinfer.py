@@ -141,7 +141,7 @@ class FlashInferAttention:
         weights = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
         keys, values = self._keys[layer], self._values[layer]
         rotate_and_store(heads.flatten(1), table, lists.slots, q, keys, values, *weights)
-        partial = causal = (q.new_empty(0, num_kv, q.shape[2]), q.new_empty(0, num_kv, dtype=torch.float32))
+        partial, causal = _no_partials(q, num_kv), _no_partials(q, num_q)
         if planned.spans is not None:
             partial = self._spans.run(planned.spans, gather_folded(q, lists.tokens, num_kv), keys, values, self._scale)
         if planned.causal is not None:
@@ -258,6 +258,10 @@ def _module(dtype: torch.dtype, head_dim: int) -> SimpleNamespace:
         "fa3", dtype, dtype, dtype, torch.int32, head_dim, head_dim, *no_options
     )
     return module
+
+
+def _no_partials(q: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return q.new_empty(0, num_heads, q.shape[2]), q.new_empty(0, num_heads, dtype=torch.float32)
 
 
 def _more_spans(

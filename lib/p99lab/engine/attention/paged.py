@@ -42,7 +42,8 @@ class PagedAttention:
 
     A step may be planned while the one before it runs: of each wrapper there are two, used by turns, because one has a
     single pinned buffer that its lists are copied from (mini-sglang 103). So at most two steps may be on their way.
-    Planning never waits for the device: wrappers plan from what lies on the host.
+    Planning never waits for the device: wrappers plan from what lies on the host, and CUDA stages at once the few bytes
+    a row that they copy from pageable memory.
     Use it only where `unsupported` has no objection.
     """
 

@@ -27,7 +27,7 @@ import orjson
 import psutil
 from numpy.typing import NDArray
 
-from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from p99lab.engine.config import AttentionConfig, CacheConfig, EngineConfig, GraphsConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import TokenEvent
 from p99lab.engine.interpreter import shared_interpreter
@@ -103,6 +103,9 @@ class SleepingRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         return self.launch(plan).result()
+
+    def reconfigure(self, attention: AttentionConfig | None, graphs: GraphsConfig | None) -> None:
+        """It sleeps the same whatever it is told."""
 
 
 @dataclass(frozen=True, slots=True)

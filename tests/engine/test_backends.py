@@ -1,0 +1,147 @@
+"""Which attention runs a step, and whether graphs do, chosen at the start and again over the same cached pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from p99lab.engine.attention.reference import ReferenceAttention
+from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, ModelConfig, SchedulerConfig
+from p99lab.engine.engine import Engine
+from p99lab.engine.events import Completion
+from p99lab.engine.kv_pool import KVPool
+from p99lab.engine.model import LlamaModel
+from p99lab.engine.plan import StepPlan
+from p99lab.engine.request import SamplingParams
+from p99lab.engine.runner import ModelRunner
+from p99lab.engine.weights import Weights
+from p99lab.errors import BadParameterError
+
+PROMPT = list(range(1, 40))
+GREEDY = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0)
+ON, OFF = GraphsConfig(), GraphsConfig(enabled=False)
+SPANS, PAGED = AttentionConfig(), AttentionConfig(kernels="paged")
+
+
+class Counted(ReferenceAttention):
+    num_steps = 0
+
+    def plan(self, step: StepPlan) -> None:
+        self.num_steps += 1
+        super().plan(step)
+
+
+@dataclass
+class NoneFits:
+    """Graphs of which none has a step's shape."""
+
+    attention: Counted
+    num_asked: int = 0
+
+    def prepare(self, *args: Any) -> None:
+        self.num_asked += 1
+
+
+@dataclass
+class Runners:
+    """Makes runners with two attentions and graphs for the first, and remembers their parts."""
+
+    spans: list[Counted] = field(default_factory=list)
+    paged: list[Counted] = field(default_factory=list)
+    graphs: list[NoneFits] = field(default_factory=list)
+
+    def __call__(self, config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+        spans, paged = Counted(pool), Counted(pool)
+        self.spans.append(spans)
+        self.paged.append(paged)
+        self.graphs.append(NoneFits(spans))
+        sampled = torch.zeros(64, dtype=torch.int64)
+        graphs: Any = self.graphs[0]
+        return ModelRunner(
+            LlamaModel(weights), pool, spans, 0, sampled, graphs, lambda c: paged if c.kernels == "paged" else spans
+        )
+
+
+def _answer(engine: Engine) -> list[int]:
+    return list(engine.generate([PROMPT], GREEDY)[0].token_ids)
+
+
+def test_steps_run_by_the_attention_and_the_graphs_last_configured(config: EngineConfig) -> None:
+    runners = Runners()
+    with Engine(config, new_runner=runners) as engine:
+        (spans,), (paged,), (graphs,) = runners.spans, runners.paged, runners.graphs
+
+        def counts() -> tuple[int, int, int]:
+            before = (spans.num_steps, paged.num_steps, graphs.num_asked)
+            answers.append(_answer(engine))
+            after = (spans.num_steps, paged.num_steps, graphs.num_asked)
+            return tuple(b - a for a, b in zip(before, after, strict=True))  # type: ignore[return-value]
+
+        answers: list[list[int]] = []
+        num = counts()[0]
+        assert num > 0
+        assert counts() == (num, 0, num)
+        engine.reconfigure(graphs=OFF)
+        assert counts() == (num, 0, 0)
+        engine.reconfigure(attention=PAGED)
+        assert counts() == (0, num, 0)
+        with pytest.raises(BadParameterError, match="none were captured for this attention"):
+            engine.reconfigure(graphs=ON)
+        assert engine.config.graphs == OFF
+        assert counts() == (0, num, 0)
+        engine.reconfigure(attention=SPANS, graphs=ON)
+        assert counts() == (num, 0, num)
+        engine.reconfigure(attention=PAGED)  # graphs are still wanted, for steps that have some
+        assert counts() == (0, num, 0)
+        engine.reconfigure(attention=SPANS)
+        assert counts() == (num, 0, num)
+        assert len({tuple(answer) for answer in answers}) == 1
+
+
+def test_what_a_cpu_has_not_is_refused_and_nothing_changes(engine: Engine) -> None:
+    answer, before = _answer(engine), engine.config
+    for refused, why in (
+        ({"graphs": ON}, "none were captured"),
+        ({"graphs": GraphsConfig(enabled=False, max_num_tokens=7)}, "'max_num_tokens' is fixed"),
+        ({"attention": AttentionConfig(backend="flashinfer", kernels="paged")}, "'flashinfer': it needs a GPU"),
+        ({"attention": PAGED, "graphs": ON, "prefix_cache": False}, "none were captured"),
+    ):
+        with pytest.raises(BadParameterError, match=why):
+            engine.reconfigure(**refused)  # type: ignore[arg-type]
+        assert engine.config == before
+    engine.reconfigure(attention=PAGED, graphs=OFF, prefix_cache=True)
+    assert (engine.config.attention, engine.config.graphs) == (PAGED, OFF)
+    assert _answer(engine) == answer
+
+
+@pytest.mark.gpu
+def test_all_attentions_answer_alike_over_one_pool() -> None:
+    model = ModelConfig(name="dummy:qwen2.5-0.5b", dtype="bfloat16", device="cuda")
+    rng = np.random.default_rng(0)
+    document = rng.integers(0, 10_000, 3000).tolist()
+    questions = [[*document, *rng.integers(0, 10_000, n).tolist()] for n in (1, 30, 70, 300)]
+    scheduler = SchedulerConfig(max_num_batched_tokens=1024)
+    answers: dict[str, list[Completion]] = {}
+    with Engine(EngineConfig(model=model, scheduler=scheduler)) as engine:
+        engine.generate([document], GREEDY)
+        for name, attention, graphs in (
+            ("reference", AttentionConfig(backend="reference"), OFF),
+            ("paged", AttentionConfig(backend="flashinfer", kernels="paged"), OFF),
+            ("spans", AttentionConfig(backend="flashinfer"), OFF),
+            ("graphs", AttentionConfig(backend="flashinfer"), ON),
+        ):
+            engine.reconfigure(attention=attention, graphs=graphs)
+            engine.forget_except([np.array(document, np.int32)])
+            answers[name] = engine.generate(questions, GREEDY)
+    for completions in answers.values():
+        for ours, expected in zip(completions, answers["reference"], strict=True):
+            pairs = zip(ours.token_ids, expected.token_ids, strict=True)
+            num_alike = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            ends = slice(min(num_alike + 1, len(ours.token_ids)))  # the next is the best of nearly the same scores
+            chosen = [[logprob.chosen for logprob in one.logprobs[ends]] for one in (ours, expected)]
+            np.testing.assert_allclose(*chosen, atol=0.05)

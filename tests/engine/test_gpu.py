@@ -37,6 +37,7 @@ from tests.engine.gpu_cases import (
     MIXED_GRAPHS,
     NUM_TOP,
     RIGS,
+    Load,
     Model,
     Models,
     ModelShape,
@@ -68,7 +69,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "random": (False, True),
 }
-CASES = [*covering(FACTORS), *covering({name: values[::-1] for name, values in FACTORS.items()})]
+CASES = [*dict.fromkeys([*covering(FACTORS), *covering({name: values[::-1] for name, values in FACTORS.items()})])]
 ON_CPU = [case for case in CASES if 16 in case and 7 not in case][:6]  # the short ones; enough to test the test
 
 
@@ -205,6 +206,51 @@ def _shift_draws(plan: StepPlan) -> StepPlan:
 
 def _with_row(plan: StepPlan, at: int, **changes: Any) -> tuple[Row, ...]:
     return (*plan.rows[:at], replace(plan.rows[at], **changes), *plan.rows[at + 1 :])
+
+
+@pytest.mark.parametrize("device", RIGS)
+def test_what_one_attention_has_stored_another_reads(models: Models, device: str) -> None:
+    """On the CPU all of them are the reference."""
+    model = models.get(device, ModelShape("qwen3", 128, 4, tied=False))
+    load = Writer(16, None).load("nested")
+    others = [AttentionConfig(backend="reference")]
+    if device == "cuda":
+        others = [AttentionConfig(backend="flashinfer", kernels="paged"), *others, model.config().attention]
+    with watched(model.config()) as (engine, runner):
+        session = Session(engine)
+        session.generate(load.documents, greedy(1))
+        session.generate(load.questions, greedy(12))
+        for number, attention in enumerate(others):
+            engine.reconfigure(attention=attention)
+            num_plans = len(runner.plans)
+            session.generate(_asked_again(load, number), _samplings(len(load.questions), 12, random=False, scored=1))
+            assert engine.stats().num_cached_tokens > 0
+            is_captured = device == "cuda" and attention == model.config().attention
+            assert any(plan.epoch in runner.replayed for plan in runner.plans[num_plans:]) == is_captured
+        engine.check()
+    model.judge.check(session.asked)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 1), (128, 3)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flashinfers_own_wrappers(models: Models, head_dim: int, group: int, page_size: int) -> None:
+    model = models.get("cuda", ModelShape("llama", head_dim, group, tied=False))
+    config = model.config(page_size=page_size, num_pages=120)
+    config = config.model_copy(update={"attention": AttentionConfig(backend="flashinfer", kernels="paged")})
+    load = Writer(page_size, None).load("skewed")
+    with watched(config) as (engine, runner):
+        session = Session(engine)
+        _scatter(session, free_runs=(1, 2, 3, 5))
+        session.generate(load.documents, greedy(1))
+        session.generate(load.questions, _samplings(len(load.questions), 12, random=False, scored=2))
+    model.judge.check(session.asked)
+    assert not runner.replayed
+
+
+def _asked_again(load: Load, number: int) -> list[Prompt]:
+    """The questions, all of them longer than when they were asked before."""
+    return [[*question, number, number] for question in load.questions]
 
 
 @pytest.mark.parametrize("tamper", [_lose_copies, _mix_up_groups, _mix_up_rows, _shift_tables, _shift_draws])
@@ -415,7 +461,8 @@ def test_without_a_kernel_for_it_the_reference_attends_and_one_line_says_why(
         session = Session(engine)
         session.generate(Writer(16, None).load("one").questions, greedy(12))
     model.judge.check(session.asked)
-    assert ["heads of 64 and 128" in record.message for record in caplog.records] == [True]
+    own = [record.message for record in caplog.records if record.name.startswith("p99lab")]
+    assert ["heads of 64 and 128" in message for message in own] == [True]
 
 
 # --- the reference path on a GPU, in float32 --------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_a_peer_is_asked_the_same(measured: Headline) -> None:
     assert theirs is not None
     sent = [{r.index: r.prompt_digest for r in cell.blocks[0].run.records} for cell in (ours, theirs)]
     common = sent[0].keys() & sent[1].keys()
-    assert len(common) > 2
+    assert common
     assert all(sent[0][index] == sent[1][index] for index in common)
     assert {block.stats is None for block in theirs.blocks} == {True}
 

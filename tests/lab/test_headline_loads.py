@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p99lab.engine.config import EngineConfig, ModelConfig
 from p99lab.errors import BadParameterError
 from p99lab.lab import headline_tables
 from p99lab.lab.headline_arms import ARMS, arm, full_set, long_arms, measured_arms, why_not
@@ -66,6 +67,23 @@ def test_a_part_without_the_full_set_has_none() -> None:
     assert full_set(by_name) == arm("+graphs and overlap")
     assert not arm("+graphs and overlap").graphs_config(by_name).enabled  # there are none on a CPU
     assert arm("+graphs and overlap").scheduler(by_name).overlap
+
+
+def test_what_the_engine_is_told_for_an_arm() -> None:
+    parameters = tier("h200", "max_step_s=0.2", "max_hold_s=0.1")
+    stock, chunked, groups = (arm(name) for name in ("stock", "+chunked", "+shared-prefix groups"))
+    assert (stock.attention.kernels, groups.attention.kernels) == ("paged", "spans")
+    assert stock.scheduler(parameters).max_num_batched_tokens == 130_980
+    assert [one.scheduler(parameters).max_step_s for one in (stock, chunked, groups)] == [None, 0.2, 0.2]
+    assert [one.scheduler(parameters).max_hold_s for one in (stock, chunked, groups)] == [0.0, 0.0, 0.1]
+    base = EngineConfig(model=ModelConfig(name="dummy:tiny-128k"))
+    whole = arm("+graphs and overlap").engine_config(base, parameters)
+    assert (whole.graphs.enabled, whole.scheduler.overlap, whole.grouping.enabled) == (True, True, True)
+
+
+def test_open_loads_can_be_left_to_some_arms() -> None:
+    opened = {p.arm.name for p in plan(tier("h200", *SITE, "open_arms=[vLLM]")) if p.load.kind != "closed"}
+    assert opened == {"vLLM"}
 
 
 def test_every_block_of_a_peer_comes_before_the_engines() -> None:

@@ -10,6 +10,7 @@ import torch
 from p99lab.engine.attention.base import AttentionBackend, GraphAttention
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig
+from p99lab.engine.costs import H200, StepCost, device_costs
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
@@ -53,7 +54,10 @@ class Attentions:
     def spans(self) -> GraphAttention:
         from p99lab.engine.attention.flashinfer import FlashInferAttention
 
-        return FlashInferAttention(self._pool, self._geometry)
+        k = self._pool.k
+        measured = device_costs(torch.cuda.get_device_name(k.device)) or H200  # another Hopper GPU has much the same
+        costs = StepCost(measured, self._geometry, self._pool.page_size, k.element_size())
+        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens)
 
     @cached_property
     def paged(self) -> AttentionBackend:

@@ -277,6 +277,7 @@ class _Experiment:
         engine.reconfigure(
             scheduler=arm.scheduler(self._parameters),
             grouping=arm.grouping,
+            attention=arm.attention,
             graphs=arm.graphs_config(self._parameters),
             prefix_cache=arm.prefix_cache,
         )

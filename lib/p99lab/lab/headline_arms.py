@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from p99lab.engine.config import EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
+from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
 from p99lab.lab.parameters import ArmName, Headline01
 from p99lab.probe.workload import CacheState
 
@@ -29,20 +29,26 @@ class Arm:
         return "primed" if self.prefix_cache else "cold"
 
     def scheduler(self, parameters: Headline01) -> SchedulerConfig:
-        """`stock` takes prompts whole; `chunked` cuts them to `chunk_tokens` a step."""
+        """`stock` takes prompts whole; `chunked` cuts them to `chunk_tokens` a step, or fewer by a step's time."""
         documents, questions, _ = parameters.lengths
+        is_stock = self.composition == "stock"
         return SchedulerConfig(
             composition=self.composition,
-            max_num_batched_tokens=(
-                documents[1] + questions[1] if self.composition == "stock" else parameters.chunk_tokens
-            ),
+            max_num_batched_tokens=documents[1] + questions[1] if is_stock else parameters.chunk_tokens,
             max_num_seqs=parameters.max_num_seqs,
+            max_step_s=None if is_stock else parameters.max_step_s,
+            max_hold_s=parameters.max_hold_s if self.groups else 0.0,
             overlap=self.graphs,
         )
 
     @property
     def grouping(self) -> GroupingConfig:
         return GroupingConfig(enabled=self.groups)
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The best plain kernels without groups, those that can read a prefix once with them."""
+        return AttentionConfig(kernels="spans" if self.groups else "paged")
 
     def graphs_config(self, parameters: Headline01) -> GraphsConfig:
         return GraphsConfig(enabled=self.graphs and parameters.on_gpu)
@@ -52,6 +58,7 @@ class Arm:
         parts = {
             "scheduler": self.scheduler(parameters),
             "grouping": self.grouping,
+            "attention": self.attention,
             "graphs": self.graphs_config(parameters),
             "cache": base.cache.model_copy(update={"prefix_cache": self.prefix_cache}),
         }

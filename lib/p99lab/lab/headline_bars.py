@@ -74,8 +74,9 @@ def _open(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
 
 
 def idle_share(cell: Cell) -> float | None:
-    """Of the time of a cell's blocks, that in which the engine had no step under way; None of a peer."""
-    known = [(block.stats.busy_s, block.run.records) for block in cell.blocks if block.stats is not None]
+    """Of the time of a cell's blocks, that in which the device (else the engine) had no step; None of a peer."""
+    stats = [(block.stats, block.run.records) for block in cell.blocks if block.stats is not None]
+    known = [(each.device_s or each.busy_s, records) for each, records in stats]
     wall_s = sum(max((record.end_s for record in records), default=0.0) for _, records in known)
     return 1.0 - sum(busy_s for busy_s, _ in known) / wall_s if wall_s else None
 

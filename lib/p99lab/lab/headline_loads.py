@@ -99,7 +99,8 @@ def plan(parameters: Headline01) -> list[Planned]:
         for number in range(parameters.num_blocks if arm.prefix_cache else 1)
     ]
     random.Random(parameters.seed).shuffle(closed)
-    blocks = closed + [_open(arm, load, parameters) for load in open_loads(parameters) for arm in long_arms(parameters)]
+    opened = [arm for arm in long_arms(parameters) if parameters.open_arms is None or arm.name in parameters.open_arms]
+    blocks = closed + [_open(arm, load, parameters) for load in open_loads(parameters) for arm in opened]
     return sorted(blocks, key=lambda planned: not planned.arm.is_peer)
 
 

@@ -84,6 +84,8 @@ class Headline01(StrictModel):
     clients_without_cache: int = Field(ge=1)  # of the closed load of `no cache`
     max_num_seqs: int = Field(ge=1)
     chunk_tokens: int = Field(ge=1)  # prompt and decode tokens of a step, from `+chunked` on
+    max_step_s: float | None = Field(gt=0)  # predicted, of a step that decodes: prompts get fewer tokens; likewise
+    max_hold_s: float = Field(ge=0)  # that company for a document is waited for, from `+shared-prefix groups` on
     requests_for_p99: int = Field(ge=1)  # closed, for `stock` and the full set; a P99 needs 368
     requests_for_p90: int = Field(ge=1)  # closed, for the arms between them; a P90 needs 36
     requests_without_cache: int = Field(ge=1)  # closed, for `no cache`
@@ -92,7 +94,8 @@ class Headline01(StrictModel):
     block_s: float | None = Field(gt=0)  # of a closed block, instead of a number of requests
     open_requests: int = Field(ge=0)  # 0 leaves the open load at a rate common to all arms out
     open_share: Share  # of what `stock` answers per second under the closed load
-    open_block_s: float = Field(gt=0)  # of each open load below, which `stock`, the full set and vLLM get
+    open_arms: tuple[ArmName, ...] | None  # of `stock`, the full set and vLLM: who gets open loads; None: all three
+    open_block_s: float = Field(gt=0)  # of each open load below
     open_block_requests: int = Field(ge=0)  # and longer where its rate is too low for as many; a P99 needs 368
     open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
     bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
@@ -180,8 +183,13 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                 "01_headline_p99",
                 Headline01,
                 (
+                    "metrics/arms.parquet",
                     "metrics/requests.parquet",
+                    "metrics/coverage.parquet",
                     "metrics/summary.parquet",
+                    "metrics/goodput.parquet",
+                    "metrics/churn.parquet",
+                    "metrics/bars.parquet",
                     "metrics/ratios.parquet",
                     "metrics/percentiles.parquet",
                     "metrics/attribution.parquet",

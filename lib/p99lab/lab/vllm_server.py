@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 import httpx
+import psutil
 
 from p99lab.engine.model_store import cache_dir
 from p99lab.errors import BadParameterError, P99labError
@@ -136,12 +137,17 @@ def _reason(said: IO[bytes]) -> str:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Tell it to end, then end whatever is left of its group: its engine is a process of its own."""
+    """Tell it to end, then end whatever is left of its group: its engine is a process of its own, whose memory is to be
+    free when this returns."""
+    others: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        others = psutil.Process(process.pid).children(recursive=True)
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(END_TIMEOUT_S)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    psutil.wait_procs(others, END_TIMEOUT_S)
     process.wait()
 
 

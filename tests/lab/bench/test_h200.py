@@ -121,6 +121,7 @@ def test_every_case_has_a_row_with_its_floor_and_vllm_beside_those_over_http(tmp
     assert rows["ttft-1"].n == 2
     assert rows["memory copy"].unit == "GB/s"
     assert "starting vLLM" in told
+    assert not any("no site given" in line for line in told)
 
 
 def test_a_peer_that_fails_leaves_a_note(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def test_a_table_leaves_unknown_figures_empty() -> None:
         [BenchRow("decode", 0.05, "s", 0.04, 1.25, "transformers", 0.1, 2.0), BenchRow("part", 1, "ms")]
     )
     assert table.row_count == 2
-    assert [list(column.cells)[1] for column in table.columns] == ["part", "1 ms", "", "", "", "", "", "", ""]
+    assert [list(column.cells)[1] for column in table.columns] == ["part", "1 ms", "", "", "", "", ""]
+    barred = report.table([BenchRow("a", 9.0, "ms", bar=8.9), BenchRow("b", 1.0, "ms")])
+    assert [next(iter(column.cells)) for column in barred.columns][-2:] == ["8.9", "missed"]
 
 
 def test_a_bar_is_held_or_missed_and_files_say_so(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from p99lab.engine.attention.base import GraphShape
-from p99lab.engine.attention.spans import SpanPlan, plan_spans, token_slots
+from p99lab.engine.attention.spans import SegmentTokens, SpanPlan, plan_spans, token_slots
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kernels import rotate_and_store
 from p99lab.engine.kv_pool import KVPool
@@ -30,18 +30,13 @@ from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.rope import HeadNorms
 from p99lab.engine.staging import ALIGNMENT, upload
-from p99lab.engine.state_kernels import finish_states, gather_folded
+from p99lab.engine.state_kernels import finish_states, gather_folded, merge_states
 
 HEAD_DIMS = (64, 128)
 TILE_ROWS = {64: 192, 128: 128}  # query rows of an item, by head dimension
-KEY_BLOCK = 192  # keys that an item reads at a time
 INT_WORKSPACE_BYTES = 32 << 20  # 28 bytes an item: more than a million of them
 ITEM_ARRAYS = 7
 FLOAT_WORKSPACE_BYTES = 1 << 20  # FA3 has no split keys of its own and uses none of it
-
-SEGMENT_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # into which the longest span may be cut
-ITEM_OVERHEAD_KEYS = 256  # what beginning and ending an item costs, in keys read
-LEAST_GAIN = 0.04  # for which spans are cut further
 
 Plan = Sequence[int]  # where in its workspace the kernel finds its lists
 
@@ -64,7 +59,7 @@ class Planned:
     lists: Lists
     spans: Plan | None  # None: there are none
     causal: Plan | None
-    is_all_causal: bool  # no token sees anything but its own row's new tokens
+    has_private: bool  # some token has private keys beside spans
 
 
 class FlashInferAttention:
@@ -73,18 +68,21 @@ class FlashInferAttention:
     A step may be planned while the one before it runs: lists reach the device in stream order, and the pinned buffers
     that FlashInfer copies them from are used by turns (it knows of one only: mini-sglang 103). So at most two steps may
     be on their way.
+
     Use it only where `unsupported` has no objection.
+
+    Args:
+        segment_tokens: how long the segments of a step's spans may be.
     """
 
-    def __init__(self, pool: KVPool, geometry: Geometry) -> None:
+    def __init__(self, pool: KVPool, geometry: Geometry, segment_tokens: SegmentTokens) -> None:
         device, dtype = pool.k.device, pool.k.dtype
         self._keys = pool.k.flatten(1, 2)  # [layers, slots, kv_heads, dim]
         self._values = pool.v.flatten(1, 2)
         self._page_size = pool.page_size
         self._num_q, self._num_kv = geometry.num_q_heads, geometry.num_kv_heads
         self._group = self._num_q // self._num_kv
-        self._num_slots_at_once = torch.cuda.get_device_properties(device).multi_processor_count
-        self._tile_tokens = TILE_ROWS[geometry.head_dim] // self._group
+        self._segment_tokens = segment_tokens
         self._scale = geometry.head_dim**-0.5
         module = _module(dtype, geometry.head_dim)
         self._spans = ItemLists(module, self._num_kv, self._num_kv, geometry.head_dim, causal=False, device=device)
@@ -100,7 +98,7 @@ class FlashInferAttention:
             Lists(*lists),
             self._spans.plan(spans.span_indptr * self._group, spans.key_starts, spans.num_keys),
             self._causal.plan(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens),
-            len(spans.merge_rows) == step.num_tokens and spans.num_partials == 0,
+            bool(spans.private_lens.any()),
         )
 
     def list_elements(self, shape: GraphShape) -> int:
@@ -123,13 +121,9 @@ class FlashInferAttention:
             Lists(*there),
             self._spans.plan(*shared, num_rows=num_rows),
             self._causal.plan(*causal, num_rows=shape.num_tokens),
-            is_all_causal=False,
+            has_private=True,
         )
         return True
-
-    def _segment_tokens(self, levels: Sequence[tuple[int, int]]) -> int:
-        items = [(-(-tokens // self._tile_tokens) * self._num_kv, num_keys) for tokens, num_keys in levels]
-        return segment_len(items, self._num_slots_at_once)
 
     def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         """See `LayerAttention`."""
@@ -147,11 +141,15 @@ class FlashInferAttention:
         if planned.causal is not None:
             own = (heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :])
             causal = self._causal.run(planned.causal, q, *own, self._scale)
-        if planned.is_all_causal:
-            return causal[0]
-        private = (lists.private_starts, lists.private_lens)
         merge = (lists.merge_indptr, lists.merge_rows)
-        attended: torch.Tensor = finish_states(q, keys, values, *private, *partial, *causal, *merge, self._scale)
+        attended: torch.Tensor
+        if planned.has_private:
+            private = (lists.private_starts, lists.private_lens)
+            attended = finish_states(q, keys, values, *private, *partial, *causal, *merge, self._scale)
+        elif planned.spans is not None:
+            attended = merge_states(*partial, *causal, *merge)
+        else:
+            attended = causal[0]
         return attended
 
 
@@ -210,26 +208,6 @@ class ItemLists:
             mask_mode, layout, window, pdl, *options, 0.0, scale, 1.0, 1e4, 0,
         )  # fmt: skip
         return out, lse
-
-
-def segment_len(items: Sequence[tuple[int, int]], num_processors: int) -> int:
-    """Into how long segments to cut spans so that all multiprocessors end at about the same time.
-
-    Args:
-        items: how many items each span is, uncut, and how many keys each of them has.
-    """
-    longest = max(num_keys for _, num_keys in items)
-    total = sum(count * num_keys for count, num_keys in items)
-    best, least = longest, float("inf")
-    for parts in SEGMENT_COUNTS:
-        segment = -(-longest // (parts * KEY_BLOCK)) * KEY_BLOCK
-        num_items = sum(count * -(-num_keys // segment) for count, num_keys in items)
-        num_long = sum(count * round(num_keys / segment) for count, num_keys in items)
-        rounds = -(-max(num_long, 1) // num_processors)
-        makespan = max(rounds * segment, total / num_processors) + ITEM_OVERHEAD_KEYS * num_items / num_processors
-        if makespan < least * (1 - LEAST_GAIN):
-            best, least = segment, makespan
-    return best
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str | None:

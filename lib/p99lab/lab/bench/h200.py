@@ -92,7 +92,7 @@ def measure_peers(
     bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: Tell = lambda line: None
 ) -> Peers:
     """A peer that fails leaves a note: the bench goes on without it."""
-    peers = Peers(notes={"vLLM": "vLLM: not run, no site given"})
+    peers = Peers(notes={} if vllm else {"vLLM": "vLLM: not run, no site given"})
     if bench.transformers and cases & BESIDE_TRANSFORMERS:
         tell("transformers, in a process of its own")
         try:
@@ -157,6 +157,8 @@ class _Report:
             steps = decodes[case]()
             yield self.row(case, steps.p50_s, steps.n)
             yield BenchRow(f"{case}: P99 of a step", 1e3 * steps.p99_s, "ms", n=steps.n)
+            if steps.device_s is not None:
+                yield BenchRow(f"{case}: device, a step in the mean", 1e3 * steps.device_s, "ms", n=steps.n)
             yield BenchRow(f"{case}: host, a step", 1e3 * steps.host_s, "ms", n=steps.n)
             yield BenchRow(f"{case}: time without a step", 100 * steps.idle_share, "%", n=steps.n)
         else:

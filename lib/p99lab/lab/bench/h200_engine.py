@@ -24,12 +24,14 @@ ANY_LOAD = ClosedLoad(num_requests=1)  # closed: queries have no times
 class Steps:
     """Many like steps. A step lasts from its launch, or the end of the one before it where that came later, to its end.
 
-    `host_s`: what the host did for one of them, waiting apart. `idle_share`: of the time, that without a step.
+    `device_s`: one of them in the mean by the device's own clock, None where it has none. `host_s`: what the host did
+    for one, waiting apart. `idle_share`: of the time, that in which the device (else the engine) had no step.
     """
 
     p50_s: float
     p99_s: float
     n: int
+    device_s: float | None
     host_s: float
     idle_share: float
 
@@ -66,7 +68,8 @@ class Ours:
             prompts = self._questions(self._bench.num_requests)
             self._begin()
             self._generate(prompts, 1)
-            seconds.append(self._engine.stats().busy_s)
+            stats = self._engine.stats()
+            seconds.append(stats.device_s or stats.busy_s)
         return seconds[1:]  # the first warms up
 
     def prefill(self) -> list[float]:
@@ -120,8 +123,14 @@ def steps(engine: Engine, wall_s: float) -> Steps:
     stats = engine.stats()
     if stats.step_p50_s is None or stats.step_p99_s is None:
         raise AccountingError("no step was run")
-    host_s = (stats.schedule_s + stats.launch_s + stats.update_s) / stats.num_steps
-    return Steps(stats.step_p50_s, stats.step_p99_s, stats.num_steps, host_s, max(0.0, 1.0 - stats.busy_s / wall_s))
+    return Steps(
+        p50_s=stats.step_p50_s,
+        p99_s=stats.step_p99_s,
+        n=stats.num_steps,
+        device_s=stats.device_s / stats.num_steps or None,
+        host_s=(stats.schedule_s + stats.launch_s + stats.update_s) / stats.num_steps,
+        idle_share=max(0.0, 1.0 - (stats.device_s or stats.busy_s) / wall_s),
+    )
 
 
 def _ttft_s(completion: Completion) -> float:

@@ -88,9 +88,12 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def table(rows: list[BenchRow]) -> Table:
-    shown = Table(
-        "", "value", "floor", "× floor", "peer", "peer's value", "× peer", "bar", "", box=None, pad_edge=False
-    )
+    """For a terminal; bars only where there are any."""
+    has_bars = any(row.bar is not None for row in rows)
+    shown = Table(box=None, pad_edge=False)
+    shown.add_column("", min_width=24)
+    for head in ("value", "floor", "× floor", "peer", "peer's value", "× peer", *(("bar", "") if has_bars else ())):
+        shown.add_column(head)
     for row in rows:
         shown.add_row(
             row.name,
@@ -100,8 +103,7 @@ def table(rows: list[BenchRow]) -> Table:
             row.peer or "",
             _number(row.peer_value),
             _number(row.ratio_to_peer),
-            _number(row.bar),
-            row.verdict or "",
+            *((_number(row.bar), row.verdict or "") if has_bars else ()),
         )
     return shown
 

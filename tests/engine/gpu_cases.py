@@ -53,6 +53,7 @@ from tests.engine.pairwise import pairs
 
 VOCAB = 128
 NUM_KV_HEADS = 2
+MAX_POSITIONS = 8192
 MAX_NUM_SEQS = 12
 NUM_TOP = 5  # log-probabilities asked for of every token
 DECODE_GRAPHS, MIXED_GRAPHS = 16, 96  # tokens of the largest captured step: rows of one token only; prompts too
@@ -97,7 +98,7 @@ class ModelShape:
             "num_attention_heads": NUM_KV_HEADS * self.group,
             "num_key_value_heads": NUM_KV_HEADS,
             "head_dim": self.head_dim,
-            "max_position_embeddings": 8192,
+            "max_position_embeddings": MAX_POSITIONS,
             "sliding_window": None,
             "tie_word_embeddings": self.tied,
             "eos_token_id": VOCAB - 1,
@@ -124,7 +125,7 @@ class Reference:
     """A model computed the plain way: sequences whole, all in one step, by the reference attention."""
 
     def __init__(self, directory: Path, dtype: str, device: str) -> None:
-        weights, _ = load(ModelConfig(name=str(directory), dtype=dtype, device=device))  # type: ignore[arg-type]
+        weights, _ = load(ModelConfig(name=str(directory), dtype=dtype, device=device))
         self._weights, self._model = weights, LlamaModel(weights)
 
     @torch.inference_mode()
@@ -257,7 +258,7 @@ class Model:
         self,
         *,
         page_size: int = 16,
-        num_pages: int = 256,
+        num_pages: int | None = 256,
         prefix_cache: bool = True,
         chunk: int = 64,
         overlap: bool = True,

@@ -221,12 +221,13 @@ def test_what_one_attention_has_stored_another_reads(models: Models, device: str
         session.generate(load.documents, greedy(1))
         session.generate(load.questions, greedy(12))
         for number, attention in enumerate(others):
-            engine.reconfigure(attention=attention)
-            num_plans = len(runner.plans)
+            engine.reconfigure(attention=attention)  # epochs begin anew
+            runner.plans.clear()
+            runner.replayed.clear()
             session.generate(_asked_again(load, number), _samplings(len(load.questions), 12, random=False, scored=1))
             assert engine.stats().num_cached_tokens > 0
             is_captured = device == "cuda" and attention == model.config().attention
-            assert any(plan.epoch in runner.replayed for plan in runner.plans[num_plans:]) == is_captured
+            assert bool(runner.replayed) == is_captured
         engine.check()
     model.judge.check(session.asked)
 
@@ -541,3 +542,13 @@ def test_a_pool_is_sized_from_the_devices_free_memory_and_a_cached_answer_is_nea
         assert abs(computed.logprobs[0].chosen - cached.logprobs[0].chosen) < 0.05
     del engine
     assert torch.cuda.memory_allocated() - before < 2**30
+
+
+@pytest.mark.gpu
+def test_an_engine_made_after_another_is_given_as_much_memory(models: Models) -> None:
+    config = models.get("cuda").config(page_size=64, num_pages=None)
+    num_pages = []
+    for _ in range(2):
+        with Engine(config) as engine:
+            num_pages.append(engine.stats().num_free_pages)
+    assert num_pages[1] > 0.95 * num_pages[0]

@@ -90,8 +90,8 @@ class Engine:
         weights, self.tokenizer = load(config.model)
         self.geometry = weights.geometry
         page_size = config.cache.page_size
-        sizes = (config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
-        reserve_bytes = step_bytes(self.geometry, *sizes, dtype)
+        self._max_step_tokens = _max_step_tokens(config.scheduler, self.geometry)
+        reserve_bytes = step_bytes(self.geometry, self._max_step_tokens, config.scheduler.max_num_seqs, dtype)
         num_pages = config.cache.num_pages or affordable_pages(self.geometry, page_size, dtype, device, reserve_bytes)
         pool = _pool(self.geometry, num_pages, page_size, dtype, device)
         self.config = config
@@ -406,7 +406,8 @@ class Engine:
 
         Raises:
             RuntimeError: requests are waiting or running.
-            BadParameterError: an attention that cannot be used here, or graphs that were not captured at the start.
+            BadParameterError: an attention that cannot be used here, graphs that were not captured at the start, or on
+                a GPU steps of more tokens than memory was reserved for at the start.
         """
         with self._lock, uninterrupted():
             runner = self._usable_runner()
@@ -427,6 +428,7 @@ class Engine:
                     raise BadParameterError("graphs: 'max_num_tokens' is fixed when the engine starts")
                 parts["graphs"] = graphs.model_dump()
             config = EngineConfig.parse(parts)
+            self._require_reserve(config)
             if attention is not None or graphs is not None:
                 runner.reconfigure(attention, graphs)
             self.config = config
@@ -434,6 +436,12 @@ class Engine:
             self._scheduler = self._new_scheduler()
             self._step_times = StepTimes()
             self._deliver()
+
+    def _require_reserve(self, config: EngineConfig) -> None:
+        num_tokens = _max_step_tokens(config.scheduler, self.geometry)
+        if config.model.device != "cpu" and num_tokens > self._max_step_tokens:
+            reserved = f"memory is reserved for {self._max_step_tokens}, the most at the engine's start"
+            raise BadParameterError(f"steps of up to {num_tokens} tokens: {reserved}")
 
     def _new_scheduler(self) -> Scheduler:
         config = self.config
@@ -578,6 +586,12 @@ class Engine:
             self._events.append(event)
         else:
             self._outbox.append((live.on_event, event))
+
+
+def _max_step_tokens(config: SchedulerConfig, geometry: Geometry) -> int:
+    """`stock` computes the longest prompt there can be in one step."""
+    is_stock = config.composition == "stock"
+    return max(config.max_num_batched_tokens, geometry.max_position_embeddings if is_stock else 0)
 
 
 def _pool(geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:

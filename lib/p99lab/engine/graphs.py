@@ -88,11 +88,11 @@ class StepGraphs:
         """
         num_tokens = plan.num_tokens
         sizes = (num_tokens, num_tokens == len(plan.rows), len(samples))
-        captured = next((one for one in self._captured if one.fits(*sizes)), None)
-        if captured is None or not self._attention.plan_graph(plan, captured.shape, captured.lists):
-            return None
-        upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
-        return captured
+        for captured in self._captured:
+            if captured.fits(*sizes) and self._attention.plan_graph(plan, captured.shape, captured.lists):
+                upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
+                return captured
+        return None
 
     def _capture(self, shape: GraphShape) -> Captured:
         device = self._sampled.device

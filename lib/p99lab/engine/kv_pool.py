@@ -16,7 +16,7 @@ from p99lab.engine.geometry import Geometry
 
 CPU_SHARE = 0.25  # of the memory available at start; the rest belongs to weights, activations and the user
 CUDA_RESERVE_BYTES = 3 << 30  # beside what the largest step takes: kernels' code, workspaces, graphs, sampling
-STEP_COPIES = 3  # of a token's widest tensors that exist at the same time, with what the allocator cannot use again
+STEP_SLACK = 1.25  # what torch's allocator cannot use again of the memory of a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,12 @@ def _container_memory_left() -> float:
 
 def step_bytes(geometry: Geometry, num_tokens: int, num_seqs: int, dtype: torch.dtype) -> int:
     """What a step of so many tokens, and rows that sample, takes on the device at most, beside weights and pool."""
-    projections = 2 * geometry.intermediate_size + geometry.q_size + 2 * geometry.kv_size + 4 * geometry.hidden_size
-    partials = 4 * geometry.q_size  # folded queries, and what spans and the step's own tokens give
+    residual = 3 * geometry.hidden_size  # the stream, its norm, and what is added to it
+    feed_forward = 3 * geometry.intermediate_size  # gate and up, and their product
+    attention = 6 * geometry.q_size + 2 * geometry.kv_size  # projected, rotated, folded, two partial results, merged
     logits = 4 * geometry.vocab_size * num_seqs * 4  # float32; sampling sorts them, with their indices
-    return STEP_COPIES * num_tokens * (projections + partials) * dtype.itemsize + logits
+    widest = residual + max(feed_forward, attention)
+    return int(STEP_SLACK * num_tokens * widest * dtype.itemsize) + logits
 
 
 def affordable_pages(
@@ -94,6 +96,7 @@ def affordable_pages(
     On a GPU all that is free but CUDA_RESERVE_BYTES and `step_reserve_bytes`, see `step_bytes`.
     """
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what an engine before this one has left with torch's allocator
         budget = torch.cuda.mem_get_info(device)[0] - CUDA_RESERVE_BYTES - step_reserve_bytes
     else:
         budget = int(min(psutil.virtual_memory().available, _container_memory_left()) * CPU_SHARE)

@@ -114,48 +114,47 @@ def _stream(
     A thread sums its own columns until the end, and only then with the others. The norm's scale does not depend on the
     column, so it is applied there too: x is read once.
     """
-    row = tl.program_id(0) * block_out + tl.arange(0, block_out)[None, :, None]
+    num_rows: tl.constexpr = block_out * (2 if gated else 1)
+    row, exists = _rows(tl.program_id(0), num_out, gated, num_rows)
+    token = tl.arange(0, tokens)
     column = tl.arange(0, block_in)[None, None, :]
-    token = tl.arange(0, tokens)[:, None, None]
-    rows = weight + row.to(tl.int64) * size_in
-    exists = row < num_out
-    here = token < num_tokens
-    part = tl.load(rows + column, mask=exists & (column < size_in), other=0.0)  # [1, out, in]
-    other_part = part
-    if gated:
-        other_part = tl.load(rows + num_out * size_in + column, mask=exists & (column < size_in), other=0.0)
+    rows = weight + row.to(tl.int64)[None, :, None] * size_in + column
+    columns = x + token[:, None, None] * size_in + column
+    row_exists, token_exists = exists[None, :, None], (token < num_tokens)[:, None, None]
+    part = tl.load(rows, mask=row_exists & (column < size_in), other=0.0)  # [1, rows, in]
     if overlap:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    total = tl.zeros([tokens, block_out, block_in // 8], tl.float32)
-    other_total = total
+    total = tl.zeros([tokens, num_rows, block_in // 8], tl.float32)
     squares = tl.zeros([tokens, 1, block_in // 8], tl.float32)
     for start in range(0, size_in, block_in):
-        at = start + column
-        values = tl.load(x + token * size_in + at, mask=here & (at < size_in), other=0.0).to(tl.float32)
+        inside = start + column < size_in
+        values = tl.load(columns + start, mask=token_exists & inside, other=0.0).to(tl.float32)
         if norm is not None:
             squares += _sum_of_8(values * values)
-            values *= tl.load(norm + at, mask=at < size_in, other=0.0).to(tl.float32)
-        at += block_in
-        following = tl.load(rows + at, mask=exists & (at < size_in), other=0.0)
+            values *= tl.load(norm + start + column, mask=inside, other=0.0).to(tl.float32)
+        following = start + block_in
+        next_part = tl.load(rows + following, mask=row_exists & (following + column < size_in), other=0.0)
         total += _sum_of_8(values * part.to(tl.float32))
-        part = following
-        if gated:
-            following = tl.load(rows + num_out * size_in + at, mask=exists & (at < size_in), other=0.0)
-            other_total += _sum_of_8(values * other_part.to(tl.float32))
-            other_part = following
-    scale = 1.0
+        part = next_part
+    y = tl.sum(total, axis=2)  # [tokens, rows]
     if norm is not None:
-        scale = tl.rsqrt(tl.sum(squares, axis=2, keep_dims=True) / size_in + eps)
-    y = tl.sum(total, axis=2, keep_dims=True) * scale  # [tokens, out, 1]
+        y *= tl.rsqrt(tl.sum(squares, axis=2) / size_in + eps)
     if bias is not None:
-        y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)
+        y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[None, :]
+    _put(y, out, tl.program_id(0) * block_out, num_tokens, num_out, tokens, gated, adds, block_out)
+
+
+@triton.jit
+def _rows(
+    program: tl.tensor, num_out: tl.constexpr, gated: tl.constexpr, num_rows: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The rows of the weight that a program's outputs need, gate and up of one in turn, and which of them exist."""
+    row = program * num_rows + tl.arange(0, num_rows)
     if gated:
-        up = tl.sum(other_total, axis=2, keep_dims=True) * scale
-        if bias is not None:
-            up += tl.load(bias + num_out + row, mask=exists, other=0.0).to(tl.float32)
-        y = y / (1.0 + tl.exp(-y)) * up
-    _put(out + token * num_out + row, y, here & exists, adds)
+        output = row // 2
+        return output + row % 2 * num_out, output < num_out
+    return row, row < num_out
 
 
 @triton.jit
@@ -166,13 +165,33 @@ def _sum_of_8(products: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _put(out: tl.tensor, y: tl.tensor, inside: tl.tensor, adds: tl.constexpr) -> None:
-    """Store, or add to what is there: the product rounded, then the sum, as when torch does one after the other."""
+def _put(
+    y: tl.tensor,
+    out: tl.tensor,
+    first: tl.tensor,
+    num_tokens: tl.tensor,
+    num_out: tl.constexpr,
+    tokens: tl.constexpr,
+    gated: tl.constexpr,
+    adds: tl.constexpr,
+    block_out: tl.constexpr,
+) -> None:
+    """Store a program's products as outputs `first` and following, or add them to what is there. y: [tokens, rows].
+
+    An added product is rounded, then the sum, as when torch does one after the other.
+    """
+    if gated:
+        gate, up = tl.split(tl.reshape(y, tokens, block_out, 2))
+        y = gate / (1.0 + tl.exp(-gate)) * up
     dtype = out.dtype.element_ty
     y = y.to(dtype)
+    token = tl.arange(0, tokens)[:, None]
+    output = first + tl.arange(0, block_out)[None, :]
+    at = out + token * num_out + output
+    inside = (token < num_tokens) & (output < num_out)
     if adds:
-        y = (tl.load(out, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
-    tl.store(out, y, mask=inside)
+        y = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
+    tl.store(at, y, mask=inside)
 
 
 def tile(
@@ -233,57 +252,40 @@ def _tile(
 
     The weight is the left operand: of that Hopper's tensor cores want 64 rows, of the other one as few as 8.
     """
-    tile_id = tl.program_id(0)
     part = tl.program_id(1)
-    row = tile_id * block_out + tl.arange(0, block_out)
+    num_rows: tl.constexpr = block_out * (2 if gated else 1)
+    row, exists = _rows(tl.program_id(0), num_out, gated, num_rows)
     token = tl.arange(0, tokens)
     column = tl.arange(0, block_in)
-    rows = weight + tl.minimum(row, num_out - 1).to(tl.int64)[:, None] * size_in + column[None, :]
+    rows = weight + tl.where(exists, row, 0).to(tl.int64)[:, None] * size_in + column[None, :]
     columns = x + tl.minimum(token, num_tokens - 1)[None, :] * size_in + column[:, None]
     part_size: tl.constexpr = (size_in + block_in * split - 1) // (block_in * split) * block_in
-    total = tl.zeros([block_out, tokens], tl.float32)
-    other_total = total
+    total = tl.zeros([num_rows, tokens], tl.float32)
     if overlap:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, part_size, block_in, num_stages=num_stages):
         at = part * part_size + start
         if part_size * split == size_in:
-            values = tl.load(columns + at)
-            total = tl.dot(tl.load(rows + at), values, total)
-            if gated:
-                other_total = tl.dot(tl.load(rows + num_out * size_in + at), values, other_total)
+            total = tl.dot(tl.load(rows + at), tl.load(columns + at), total)
         else:
-            exists = at + column < size_in
-            values = tl.load(columns + at, mask=exists[:, None], other=0.0)
-            total = tl.dot(tl.load(rows + at, mask=exists[None, :], other=0.0), values, total)
-            if gated:
-                more = tl.load(rows + num_out * size_in + at, mask=exists[None, :], other=0.0)
-                other_total = tl.dot(more, values, other_total)
+            inside = at + column < size_in
+            left = tl.load(rows + at, mask=inside[None, :], other=0.0)
+            total = tl.dot(left, tl.load(columns + at, mask=inside[:, None], other=0.0), total)
     is_last = True
     if split > 1:
-        size: tl.constexpr = block_out * tokens
-        sums: tl.constexpr = 2 if gated else 1
-        at = partials + tile_id * (split * sums * size) + tl.arange(0, block_out)[:, None] * tokens + token[None, :]
-        tl.store(at + part * (sums * size), total)
-        if gated:
-            tl.store(at + part * (sums * size) + size, other_total)
+        size: tl.constexpr = num_rows * tokens
+        places = partials + tl.program_id(0) * (split * size) + tl.arange(0, num_rows)[:, None] * tokens + token[None, :]
+        tl.store(places + part * size, total)
         tl.debug_barrier()  # the whole program has stored
-        is_last = tl.atomic_add(arrived + tile_id, 1, sem="acq_rel") == split - 1
+        is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == split - 1
         if is_last:
-            total = tl.zeros([block_out, tokens], tl.float32)
-            other_total = total
+            total = tl.zeros([num_rows, tokens], tl.float32)
             for i in tl.static_range(split):
-                total += tl.load(at + i * (sums * size), cache_modifier=".cg")
-                if gated:
-                    other_total += tl.load(at + i * (sums * size) + size, cache_modifier=".cg")
-            tl.store(arrived + tile_id, 0)
+                total += tl.load(places + i * size, cache_modifier=".cg")
+            tl.store(arrived + tl.program_id(0), 0)
     if is_last:
         if bias is not None:
-            total += tl.load(bias + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
-        if gated:
-            if bias is not None:
-                other_total += tl.load(bias + num_out + row, mask=row < num_out, other=0.0).to(tl.float32)[:, None]
-            total = total / (1.0 + tl.exp(-total)) * other_total
-        inside = (row < num_out)[:, None] & (token < num_tokens)[None, :]
-        _put(out + token[None, :] * num_out + row[:, None], total, inside, adds)
+            total += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[:, None]
+        first = tl.program_id(0) * block_out
+        _put(tl.trans(total), out, first, num_tokens, num_out, tokens, gated, adds, block_out)

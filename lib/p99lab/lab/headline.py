@@ -255,6 +255,7 @@ class _Experiment:
         parameters = self._parameters
         with Engine(_engine_config(parameters)) as engine, clients(parameters, engine, self._asked) as sending:
             self._tell(f"priming {len(self._asked.documents)} documents")
+            self._configure(engine, _priming_arm(parameters))
             in_a_loop_of_its_own(InProcessTarget(engine, parameters.model).prime(self._asked.documents))
             for arm in long_arms(parameters):
                 if not arm.is_peer and parameters.warmup_requests:
@@ -387,15 +388,21 @@ def _finished(blocks: Sequence[Planned], units: Units | None) -> dict[str, Unit]
     return {planned.name: unit for planned in blocks if (unit := units.get(planned.name)) is not None}
 
 
+def _priming_arm(parameters: Headline01) -> Arm:
+    """The last measured arm that takes prompts in chunks."""
+    own = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.composition == "chunked"]
+    return own[-1] if own else next(arm for arm in ARMS if arm.composition == "chunked")
+
+
 def _engine_config(parameters: Headline01) -> EngineConfig:
-    """The last measured arm's that takes prompts in chunks: it primes. On a GPU the pool takes what memory is left."""
+    """The priming arm's, with room for every measured arm's steps. On a GPU the pool takes what memory is left."""
     base = EngineConfig(
         model=ModelConfig(name=parameters.model, dtype=parameters.dtype, device=parameters.device),
         cache=CacheConfig(num_pages=None if parameters.on_gpu else _num_pages(parameters)),
     )
-    own = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.composition == "chunked"]
-    arm = own[-1] if own else next(arm for arm in ARMS if arm.composition == "chunked")
-    return arm.engine_config(base, parameters)
+    config = _priming_arm(parameters).engine_config(base, parameters)
+    whole = [arm for arm in measured_arms(parameters) if not arm.is_peer and arm.composition == "stock"]
+    return config.model_copy(update={"scheduler": whole[0].scheduler(parameters)}) if whole else config
 
 
 def _num_pages(parameters: Headline01) -> int:

@@ -25,7 +25,7 @@ MIN_TILED, MAX_TILED = 16, 64  # fewer tokens than 16 are multiplied as 16
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How `stream` divides a product: `num_out` rows of the weight a program, each read by all of its warps."""
+    """How `stream` divides a product: a program has `num_out` outputs, for which all of its warps read."""
 
     num_out: int
     num_warps: int
@@ -83,8 +83,8 @@ def stream(
     out = x.new_empty(num_tokens, num_out) if residual is None else residual
     tokens = padded(num_tokens)
     block_in = streaming.num_warps * 32 * VECTOR
-    grid = (-(-num_out // streaming.num_out),)
-    _stream[grid](
+    num_programs = -(-num_out // streaming.num_out)
+    _stream[(num_programs,)](
         x, weight, bias, norm, out, num_tokens, eps, num_out, size_in, tokens, gated, residual is not None, overlap,
         streaming.num_out, block_in, num_warps=streaming.num_warps, launch_pdl=overlap,
     )  # fmt: skip
@@ -112,49 +112,36 @@ def _stream(
     """One program a block of outputs. The next part of the weight is on its way while one is multiplied.
 
     A thread sums its own columns until the end, and only then with the others. The norm's scale does not depend on the
-    column, so it is applied there too: x is read once.
+    column, so it is applied there too: x is read once. The first part of the weight is asked for before the kernel
+    before this one has ended: it does not depend on it.
     """
     num_rows: tl.constexpr = block_out * (2 if gated else 1)
-    row, exists = _rows(tl.program_id(0), num_out, gated, num_rows)
-    token = tl.arange(0, tokens)
+    first = tl.program_id(0) * block_out
+    output, row = _rows(first, num_out, gated, num_rows)
+    token = tl.arange(0, tokens)[:, None, None]
     column = tl.arange(0, block_in)[None, None, :]
     rows = weight + row.to(tl.int64)[None, :, None] * size_in + column
-    columns = x + token[:, None, None] * size_in + column
-    row_exists, token_exists = exists[None, :, None], (token < num_tokens)[:, None, None]
-    part = tl.load(rows, mask=row_exists & (column < size_in), other=0.0)  # [1, rows, in]
+    exists = (output < num_out)[None, :, None]
+    part = tl.load(rows, mask=exists & (column < size_in), other=0.0)  # [1, rows, in]
     if overlap:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     total = tl.zeros([tokens, num_rows, block_in // 8], tl.float32)
     squares = tl.zeros([tokens, 1, block_in // 8], tl.float32)
     for start in range(0, size_in, block_in):
-        inside = start + column < size_in
-        values = tl.load(columns + start, mask=token_exists & inside, other=0.0).to(tl.float32)
+        at = start + column
+        values = tl.load(x + token * size_in + at, mask=(token < num_tokens) & (at < size_in), other=0.0)
+        values = values.to(tl.float32)  # [tokens, 1, in]
         if norm is not None:
             squares += _sum_of_8(values * values)
-            values *= tl.load(norm + start + column, mask=inside, other=0.0).to(tl.float32)
-        following = start + block_in
-        next_part = tl.load(rows + following, mask=row_exists & (following + column < size_in), other=0.0)
+            values *= tl.load(norm + at, mask=at < size_in, other=0.0).to(tl.float32)
+        next_part = tl.load(rows + start + block_in, mask=exists & (at + block_in < size_in), other=0.0)
         total += _sum_of_8(values * part.to(tl.float32))
         part = next_part
     y = tl.sum(total, axis=2)  # [tokens, rows]
     if norm is not None:
         y *= tl.rsqrt(tl.sum(squares, axis=2) / size_in + eps)
-    if bias is not None:
-        y += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[None, :]
-    _put(y, out, tl.program_id(0) * block_out, num_tokens, num_out, tokens, gated, adds, block_out)
-
-
-@triton.jit
-def _rows(
-    program: tl.tensor, num_out: tl.constexpr, gated: tl.constexpr, num_rows: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """The rows of the weight that a program's outputs need, gate and up of one in turn, and which of them exist."""
-    row = program * num_rows + tl.arange(0, num_rows)
-    if gated:
-        output = row // 2
-        return output + row % 2 * num_out, output < num_out
-    return row, row < num_out
+    _put(y, bias, out, first, num_out, num_tokens, num_out, tokens, gated, adds, block_out)
 
 
 @triton.jit
@@ -165,10 +152,24 @@ def _sum_of_8(products: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _rows(
+    first: tl.tensor, num_out: tl.constexpr, gated: tl.constexpr, num_rows: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Outputs `first` and following, and the weight's rows for them: if gated, gate and up of each in turn."""
+    place = tl.arange(0, num_rows)
+    if gated:
+        output = first + place // 2
+        return output, output + place % 2 * num_out
+    return first + place, first + place
+
+
+@triton.jit
 def _put(
     y: tl.tensor,
+    bias: tl.tensor,
     out: tl.tensor,
     first: tl.tensor,
+    end: tl.tensor,
     num_tokens: tl.tensor,
     num_out: tl.constexpr,
     tokens: tl.constexpr,
@@ -176,19 +177,22 @@ def _put(
     adds: tl.constexpr,
     block_out: tl.constexpr,
 ) -> None:
-    """Store a program's products as outputs `first` and following, or add them to what is there. y: [tokens, rows].
+    """Store the products of a program's rows as outputs `first` and following, or add them. y: [tokens, rows].
 
     An added product is rounded, then the sum, as when torch does one after the other.
     """
-    if gated:
-        gate, up = tl.split(tl.reshape(y, tokens, block_out, 2))
-        y = gate / (1.0 + tl.exp(-gate)) * up
     dtype = out.dtype.element_ty
-    y = y.to(dtype)
     token = tl.arange(0, tokens)[:, None]
     output = first + tl.arange(0, block_out)[None, :]
     at = out + token * num_out + output
-    inside = (token < num_tokens) & (output < num_out)
+    inside = (token < num_tokens) & (output < end)
+    if bias is not None:
+        of_bias, row = _rows(first, num_out, gated, y.shape[1])
+        y += tl.load(bias + row, mask=of_bias < end, other=0.0).to(tl.float32)[None, :]
+    if gated:
+        gate, up = tl.split(tl.reshape(y, tokens, block_out, 2))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    y = y.to(dtype)
     if adds:
         y = (tl.load(at, mask=inside, other=0.0).to(tl.float32) + y.to(tl.float32)).to(dtype)
     tl.store(at, y, mask=inside)
@@ -254,10 +258,11 @@ def _tile(
     """
     part = tl.program_id(1)
     num_rows: tl.constexpr = block_out * (2 if gated else 1)
-    row, exists = _rows(tl.program_id(0), num_out, gated, num_rows)
+    first = tl.program_id(0) * block_out
+    output, row = _rows(first, num_out, gated, num_rows)
     token = tl.arange(0, tokens)
     column = tl.arange(0, block_in)
-    rows = weight + tl.where(exists, row, 0).to(tl.int64)[:, None] * size_in + column[None, :]
+    rows = weight + tl.where(output < num_out, row, 0).to(tl.int64)[:, None] * size_in + column[None, :]
     columns = x + tl.minimum(token, num_tokens - 1)[None, :] * size_in + column[:, None]
     part_size: tl.constexpr = (size_in + block_in * split - 1) // (block_in * split) * block_in
     total = tl.zeros([num_rows, tokens], tl.float32)
@@ -285,7 +290,4 @@ def _tile(
                 total += tl.load(places + i * size, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)
     if is_last:
-        if bias is not None:
-            total += tl.load(bias + row, mask=exists, other=0.0).to(tl.float32)[:, None]
-        first = tl.program_id(0) * block_out
-        _put(tl.trans(total), out, first, num_tokens, num_out, tokens, gated, adds, block_out)
+        _put(tl.trans(total), bias, out, first, num_out, num_tokens, num_out, tokens, gated, adds, block_out)

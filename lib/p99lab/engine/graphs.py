@@ -23,20 +23,25 @@ from p99lab.engine.staging import ALIGNMENT, upload
 
 PARTIALS_PER_TOKEN = 8
 MORE_PARTIALS = 64  # so that a single token may have its prefix in 64 segments
+RUNS_PER_TOKEN = 2  # a shared one and, where pages do not lie together, more private ones
+MORE_RUNS = 16
 SMALL_STEPS = (1, 2, 4)  # tokens; then every multiple of 8
 MIXED_STEP = 32  # between captured sizes of steps that have prompts in them
 EMPTY_STEP = StepPlan(0, ())
 
 
 def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
-    """The steps to capture, smallest first: rows of one token each, then such rows with prompts among them."""
+    """The steps to capture: a few one-token rows a run, smallest first; then any rows, also prompts, smallest first."""
     most = min(max_num_seqs, max_num_tokens)
     decode = sorted({*(n for n in SMALL_STEPS if n < most), *range(8, most, 8), most})
     mixed = range(2 * MIXED_STEP, max_num_tokens + 1, MIXED_STEP)
-    return [
-        *(GraphShape(n, PARTIALS_PER_TOKEN * n + MORE_PARTIALS, 0, n) for n in decode),
-        *(GraphShape(n, PARTIALS_PER_TOKEN * n + MORE_PARTIALS, n, min(n, max_num_seqs)) for n in mixed),
-    ]
+    return [*(_shape(n, n, False) for n in decode), *(_shape(n, min(n, max_num_seqs), True) for n in mixed)]
+
+
+def _shape(num_tokens: int, num_samples: int, mixed: bool) -> GraphShape:
+    num_partials = PARTIALS_PER_TOKEN * num_tokens + MORE_PARTIALS
+    num_runs = RUNS_PER_TOKEN * num_tokens + MORE_RUNS
+    return GraphShape(num_tokens, num_partials, num_runs, num_tokens if mixed else 0, num_samples, mixed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +57,8 @@ class Captured:
         self.graph.replay()
         return self.logits[:num_samples]
 
-    def fits(self, num_tokens: int, is_decode: bool, num_samples: int) -> bool:
-        shape = self.shape
-        return (
-            (shape.num_causal == 0) == is_decode and num_tokens <= shape.num_tokens and num_samples <= shape.num_samples
-        )
+    def fits(self, num_tokens: int, num_samples: int) -> bool:
+        return num_tokens <= self.shape.num_tokens and num_samples <= self.shape.num_samples
 
 
 class StepGraphs:
@@ -86,10 +88,10 @@ class StepGraphs:
             inputs: token ids, positions and sources, see `resolved`; [T] int32 each.
             samples: [R], tokens whose logits are wanted.
         """
-        num_tokens = plan.num_tokens
-        sizes = (num_tokens, num_tokens == len(plan.rows), len(samples))
         for captured in self._captured:
-            if captured.fits(*sizes) and self._attention.plan_graph(plan, captured.shape, captured.lists):
+            if captured.fits(plan.num_tokens, len(samples)) and self._attention.plan_graph(
+                plan, captured.shape, captured.lists
+            ):
                 upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
                 return captured
         return None

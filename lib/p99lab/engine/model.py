@@ -7,8 +7,8 @@ import torch.nn.functional as F
 
 from p99lab.engine.attention.base import LayerAttention
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.linear import can_pack, gated_linear, linear
-from p99lab.engine.norm import AddNorm, add_norm_for, rms_norm
+from p99lab.engine.linear import can_pack
+from p99lab.engine.projection import Norm, projection
 from p99lab.engine.rope import HeadNorms, Rotary
 from p99lab.engine.weights import LayerWeights, Weights
 
@@ -22,13 +22,12 @@ class LlamaModel:
     def __init__(self, weights: Weights) -> None:
         self.geometry = weights.geometry
         self._embedding = weights.embedding
-        self._final_norm = weights.final_norm
+        self._final_norm = Norm(weights.final_norm, weights.geometry.rms_norm_eps)
         self._rotary = Rotary(weights.geometry.rope, weights.geometry.head_dim, weights.embedding.device)
-        self._add_norm = add_norm_for(weights.embedding.device)
         element_bytes = weights.embedding.element_size()
         pack = can_pack(weights.embedding, weights.geometry.num_parameters * element_bytes)
-        self._layers = [Layer(layer, weights.geometry, pack, self._add_norm) for layer in weights.layers]
-        self._lm_head = linear(weights.lm_head, None, pack)
+        self._layers = [Layer(layer, weights.geometry, pack) for layer in weights.layers]
+        self._lm_head = projection(weights.lm_head, None, pack)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, attention: LayerAttention) -> torch.Tensor:
         """Run the step's tokens through all layers.
@@ -51,22 +50,21 @@ class LlamaModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores of the next token. hidden: [R, hidden] as `forward` returned it; returns [R, vocab] float32."""
-        return self._lm_head(rms_norm(hidden, self._final_norm, self.geometry.rms_norm_eps)).float()
+        return self._lm_head.of_norm(hidden, None, self._final_norm).float()
 
 
 class Layer:
-    """One decoder layer. Either half first adds to the residual stream, in place, what the half before it computed."""
+    """One decoder layer. Either half first adds to the residual stream, in place, what the half before it left over."""
 
-    def __init__(self, weights: LayerWeights, geometry: Geometry, pack: bool, add_norm: AddNorm) -> None:
-        self._eps = geometry.rms_norm_eps
+    def __init__(self, weights: LayerWeights, geometry: Geometry, pack: bool) -> None:
+        eps = geometry.rms_norm_eps
         self._num_heads = geometry.num_q_heads + 2 * geometry.num_kv_heads
-        self._add_norm = add_norm
-        self._attention_norm, self._mlp_norm = weights.attention_norm, weights.mlp_norm
-        self._head_norms = HeadNorms.of(weights.q_norm, weights.k_norm, self._eps)
-        self._qkv = linear(weights.qkv, weights.qkv_bias, pack)
-        self._output = linear(weights.output, weights.output_bias, pack)
-        self._gate_up = gated_linear(weights.gate_up, weights.gate_up_bias, pack)
-        self._down = linear(weights.down, weights.down_bias, pack)
+        self._attention_norm, self._mlp_norm = Norm(weights.attention_norm, eps), Norm(weights.mlp_norm, eps)
+        self._head_norms = HeadNorms.of(weights.q_norm, weights.k_norm, eps)
+        self._qkv = projection(weights.qkv, weights.qkv_bias, pack)
+        self._output = projection(weights.output, weights.output_bias, pack)
+        self._gate_up = projection(weights.gate_up, weights.gate_up_bias, pack, gated=True)
+        self._down = projection(weights.down, weights.down_bias, pack)
 
     def attend(
         self,
@@ -75,12 +73,15 @@ class Layer:
         table: torch.Tensor,
         index: int,
         attention: LayerAttention,
-    ) -> torch.Tensor:
-        """hidden, delta: [T, hidden]; table: of the step's positions, see `Rotary.table`. Returns [T, hidden]."""
-        qkv = self._qkv(self._add_norm(hidden, delta, self._attention_norm, self._eps))
-        heads = qkv.view(len(hidden), self._num_heads, -1)  # [T, q_heads + 2 * kv_heads, dim]
-        return self._output(attention.attend(index, heads, table, self._head_norms).flatten(1))
+    ) -> torch.Tensor | None:
+        """hidden, delta: [T, hidden]; table: of the step's positions, see `Rotary.table`.
 
-    def feed_forward(self, hidden: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        """hidden, delta: [T, hidden]. Returns [T, hidden]."""
-        return self._down(self._gate_up(self._add_norm(hidden, delta, self._mlp_norm, self._eps)))
+        Returns [T, hidden], still to be added to `hidden`, or None.
+        """
+        qkv = self._qkv.of_norm(hidden, delta, self._attention_norm)
+        heads = qkv.view(len(hidden), self._num_heads, -1)  # [T, q_heads + 2 * kv_heads, dim]
+        return self._output.onto(hidden, attention.attend(index, heads, table, self._head_norms).flatten(1))
+
+    def feed_forward(self, hidden: torch.Tensor, delta: torch.Tensor | None) -> torch.Tensor | None:
+        """hidden, delta: [T, hidden]. Returns as `attend` does."""
+        return self._down.onto(hidden, self._gate_up.of_norm(hidden, delta, self._mlp_norm))

@@ -1,10 +1,10 @@
 """Matrix products of few tokens on CUDA, in Triton: bound by reading the weight, which each reads once.
 
-Two kernels. `stream` multiplies on the CUDA cores: up to 4 tokens, whose norm it can take on the way. `tile` multiplies
-on the tensor cores: up to 64 tokens. Both can activate a gate and add to the residual stream, so that a decoder layer
-has no launches between its products but attention's. All sums are float32, results are rounded once.
+`stream` multiplies on the CUDA cores, best one token or two. It can take their norm on the way and add to the residual
+stream, so that a decoder layer launches nothing between its products but attention. `tile` multiplies on the tensor
+cores, up to 64 tokens. Both can activate a gate. Sums are float32, results are rounded once.
 
-Nothing is compiled anew for another number of tokens within the same `padded` size, and nothing synchronises, so a CUDA
+Nothing is compiled anew for another number of tokens that is `padded` to the same, and nothing synchronises, so a CUDA
 graph can capture both. Triton comes with torch for CUDA only. Import this module where it is needed.
 """
 
@@ -12,15 +12,20 @@ graph can capture both. Triton comes with torch for CUDA only. Import this modul
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from p99lab.engine.needs_triton import tl, triton
 
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+MAX_STREAMED = 2  # tokens; cuBLAS is faster for three and four
+MIN_TILED, MAX_TILED = 5, 64
+TILED_AS = 16  # fewer tokens are multiplied as so many
+MULTIPROCESSORS = 132  # of an H100 or H200
 VECTOR = 8  # elements of 2 bytes in a 16-byte load
-MAX_STREAMED = 4
-MIN_TILED, MAX_TILED = 16, 64  # fewer tokens than 16 are multiplied as 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +51,48 @@ class Tiling:
     num_stages: int
 
 
+def streaming(num_tokens: int, is_normed: bool) -> Streaming:
+    """The fastest on an H200 with the weights of Llama-3.1-8B."""
+    return Streaming(4, 16 if is_normed and num_tokens == 1 else 4)
+
+
+def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool) -> Tiling:
+    """The fastest on an H200 with the weights of Llama-3.1-8B.
+
+    Two programs a multiprocessor where there are enough tiles, otherwise one with more on its way; split columns where
+    there are too few for that.
+    """
+    num_tiles = -(-num_out // 64)
+    if gated and num_tokens > TILED_AS:
+        return Tiling(64, 64, 1, 4, 4)
+    if gated or num_tiles > 2 * MULTIPROCESSORS:
+        return Tiling(64, 128, 1, 4, 3)
+    return Tiling(64, 128, min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1)), 4, 5)
+
+
+class TiledLinear:
+    """A product with a fixed weight, by `tile` for the numbers of tokens that it is faster for.
+
+    Calls must follow each other in one stream of launches: they share counters.
+
+    Args:
+        weight: [out, in] or if gated [2 * out, in], see `tile`.
+        plain: the same product for all other numbers of tokens.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, plain: Product) -> None:
+        self._weight, self._bias, self._gated, self._plain = weight, bias, gated, plain
+        self._num_out = len(weight) // 2 if gated else len(weight)
+        self._arrived = torch.zeros(-(-self._num_out // 64), dtype=torch.int32, device=weight.device)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        num_tokens, size_in = x.shape
+        if not MIN_TILED <= num_tokens <= MAX_TILED:
+            return self._plain(x)
+        how = tiling(num_tokens, self._num_out, size_in, self._gated)
+        return tile(x, self._weight, how, self._arrived, bias=self._bias, gated=self._gated)
+
+
 def padded(num_tokens: int) -> int:
     """The number of tokens that a kernel is compiled for."""
     return 1 << (num_tokens - 1).bit_length()
@@ -54,39 +101,43 @@ def padded(num_tokens: int) -> int:
 def stream(
     x: torch.Tensor,
     weight: torch.Tensor,
-    streaming: Streaming,
+    how: Streaming,
     *,
     bias: torch.Tensor | None = None,
     norm: torch.Tensor | None = None,
     eps: float = 0.0,
     gated: bool = False,
     residual: torch.Tensor | None = None,
-    overlap: bool = False,
 ) -> torch.Tensor:
-    """x @ weight.T for 1 to 4 tokens, with what comes before and after it in a decoder layer.
+    """x @ weight.T, with what comes before and after it in a decoder layer.
+
+    On a GPU it may begin while the kernel before it in the stream ends: the weight must have been there before that.
 
     Args:
-        x: [T, in]; `in` a multiple of 8.
-        weight: [out, in], or if gated [2 * out, in].
+        x: [T, in], contiguous.
+        weight: [out, in] or if gated [2 * out, in], contiguous.
         bias: [out] or if gated [2 * out], added to the product.
-        norm: [in], weight of a norm over x (arXiv 1910.07467) that comes before the product and is not rounded.
+        norm: [in], weight of a norm over x (arXiv 1910.07467) that is taken first, and is not rounded.
         eps: of the norm.
-        gated: the result is silu(gate) * up (arXiv 2002.05202), gate being the upper half of the weight.
-        residual: [T, out], to which the rounded product is added in place.
-        overlap: may begin while the kernel before it in the stream ends, and wait for that before it reads x.
+        gated: the result is silu(gate) * up (arXiv 2002.05202), the first half of the weight being the gate's.
+        residual: [T, out], contiguous; the rounded product is added to it in place.
 
     Returns:
         `residual`, or a new tensor [T, out].
     """
+    assert x.is_contiguous()
+    assert residual is None or residual.is_contiguous()
     num_tokens, size_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_tokens, num_out) if residual is None else residual
-    tokens = padded(num_tokens)
-    block_in = streaming.num_warps * 32 * VECTOR
-    num_programs = -(-num_out // streaming.num_out)
-    _stream[(num_programs,)](
-        x, weight, bias, norm, out, num_tokens, eps, num_out, size_in, tokens, gated, residual is not None, overlap,
-        streaming.num_out, block_in, num_warps=streaming.num_warps, launch_pdl=overlap,
+    grid = (-(-num_out // how.num_out),)
+    block_in = how.num_warps * 32 * VECTOR
+    sizes = (num_out, size_in, padded(num_tokens))
+    flags = (gated, residual is not None, x.is_cuda)
+    blocks = (how.num_out, block_in)
+    _stream[grid](
+        x, weight, bias, norm, out, num_tokens, eps, *sizes, *flags, *blocks,
+        num_warps=how.num_warps, launch_pdl=x.is_cuda,
     )  # fmt: skip
     return out
 
@@ -201,34 +252,35 @@ def _put(
 def tile(
     x: torch.Tensor,
     weight: torch.Tensor,
-    tiling: Tiling,
+    how: Tiling,
     arrived: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
     gated: bool = False,
-    residual: torch.Tensor | None = None,
-    overlap: bool = False,
 ) -> torch.Tensor:
-    """x @ weight.T for 1 to 64 tokens in bf16 or fp16; the arguments of `stream`, and
+    """x @ weight.T for up to 64 tokens, in bf16 or fp16.
 
     Args:
-        arrived: int32, at least out / num_out zeros, for this stream of launches alone; zeros again at the end.
+        x: [T, in], contiguous.
+        weight: [out, in] or if gated [2 * out, in], contiguous.
+        arrived: int32 zeros, one for each `how.num_out` outputs. Zeros again at the end; in use until then.
+        bias: [out] or if gated [2 * out], added to the product.
+        gated: the result is silu(gate) * up (arXiv 2002.05202), the first half of the weight being the gate's.
 
     Returns:
-        `residual`, or a new tensor [T, out].
+        A new tensor [T, out].
     """
+    assert x.is_contiguous()
     num_tokens, size_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(num_tokens, num_out) if residual is None else residual
-    tokens = max(padded(num_tokens), MIN_TILED)
-    grid = (-(-num_out // tiling.num_out), tiling.split)
-    tile_elements = tiling.num_out * tokens * (2 if gated else 1)
-    partials = x.new_empty(grid[0] * tiling.split * tile_elements if tiling.split > 1 else 0, dtype=torch.float32)
-    _tile[grid](
-        x, weight, bias, out, partials, arrived, num_tokens, num_out, size_in, tokens, gated, residual is not None,
-        overlap, tiling.num_out, tiling.num_in, tiling.split, tiling.num_stages,
-        num_warps=tiling.num_warps, launch_pdl=overlap,
-    )  # fmt: skip
+    out = x.new_empty(num_tokens, num_out)
+    tokens = max(padded(num_tokens), TILED_AS)
+    grid = (-(-num_out // how.num_out), how.split)
+    tile_elements = how.num_out * tokens * (2 if gated else 1)
+    partials = x.new_empty(grid[0] * how.split * tile_elements if how.split > 1 else 0, dtype=torch.float32)
+    sizes = (num_out, size_in, tokens, gated)
+    blocks = (how.num_out, how.num_in, how.split, how.num_stages)
+    _tile[grid](x, weight, bias, out, partials, arrived, num_tokens, *sizes, *blocks, num_warps=how.num_warps)
     return out
 
 
@@ -245,8 +297,6 @@ def _tile(
     size_in: tl.constexpr,
     tokens: tl.constexpr,
     gated: tl.constexpr,
-    adds: tl.constexpr,
-    overlap: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     split: tl.constexpr,
@@ -266,9 +316,6 @@ def _tile(
     columns = x + tl.minimum(token, num_tokens - 1)[None, :] * size_in + column[:, None]
     part_size: tl.constexpr = (size_in + block_in * split - 1) // (block_in * split) * block_in
     total = tl.zeros([num_rows, tokens], tl.float32)
-    if overlap:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     for start in tl.range(0, part_size, block_in, num_stages=num_stages):
         at = part * part_size + start
         if part_size * split == size_in:
@@ -280,7 +327,9 @@ def _tile(
     is_last = True
     if split > 1:
         size: tl.constexpr = num_rows * tokens
-        places = partials + tl.program_id(0) * (split * size) + tl.arange(0, num_rows)[:, None] * tokens + token[None, :]
+        places = (
+            partials + tl.program_id(0) * (split * size) + tl.arange(0, num_rows)[:, None] * tokens + token[None, :]
+        )
         tl.store(places + part * size, total)
         tl.debug_barrier()  # the whole program has stored
         is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == split - 1
@@ -290,4 +339,4 @@ def _tile(
                 total += tl.load(places + i * size, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)
     if is_last:
-        _put(tl.trans(total), bias, out, first, num_out, num_tokens, num_out, tokens, gated, adds, block_out)
+        _put(tl.trans(total), bias, out, first, num_out, num_tokens, num_out, tokens, gated, False, block_out)

@@ -8,9 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from p99lab.engine.attention.lists import Room, lists_of, padded
 from p99lab.engine.attention.reference import ReferenceAttention
+from p99lab.engine.attention.shape import GraphShape
 from p99lab.engine.attention.softmax import attend_plain, merge
-from p99lab.engine.attention.spans import MAX_PRIVATE_KEYS, SpanPlan, plan_spans, token_slots
+from p99lab.engine.attention.spans import MAX_PRIVATE_KEYS, SpanPlan, Split, plan_spans, token_slots
 from p99lab.engine.grouping import group_rows
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.plan import Row, StepPlan
@@ -25,6 +27,9 @@ def _whole(levels: Sequence[tuple[int, int]]) -> int:
 
 def _segments_of_6(levels: Sequence[tuple[int, int]]) -> int:
     return 6
+
+
+SPLITS = [Split(_whole), Split(_segments_of_6), Split(_whole, 2, 3), Split(_segments_of_6, 100, 7)]
 
 
 @st.composite
@@ -60,15 +65,26 @@ def _seen_through(plan: SpanPlan, slots: np.ndarray, num_tokens: int) -> list[li
         for token in range(start, stop):
             causal[token] = slots[start : token + 1].tolist() if num_keys else []
             assert num_keys in (0, stop - start)
-    span_of_row = np.repeat(np.arange(len(plan.num_keys)), np.diff(plan.span_indptr))
+    keys_of_row = [
+        range(start, start + num_keys)
+        for first, stop, start, num_keys in zip(
+            plan.span_indptr, plan.span_indptr[1:], plan.key_starts, plan.num_keys, strict=False
+        )
+        for _ in range(first, stop)
+    ]
+    assert plan.lane_indptr[0] == 0
+    for first, stop in zip(plan.lane_indptr, plan.lane_indptr[1:], strict=False):
+        for first_row, num_rows, start, num_keys in plan.items[first:stop]:
+            assert first_row == len(keys_of_row)
+            keys_of_row += [range(start, start + num_keys)] * num_rows
+    assert len(keys_of_row) == plan.num_partials
     seen: list[list[int]] = []
     for token in range(num_tokens):
         keys: list[int] = []
         for row in plan.merge_rows[plan.merge_indptr[token] : plan.merge_indptr[token + 1]]:
             if row < plan.num_partials:
                 assert plan.tokens[row] == token
-                span = span_of_row[row]
-                keys += range(plan.key_starts[span], plan.key_starts[span] + plan.num_keys[span])
+                keys += keys_of_row[row]
             else:
                 assert row == plan.num_partials + token
                 keys += causal[token]
@@ -79,11 +95,11 @@ def _seen_through(plan: SpanPlan, slots: np.ndarray, num_tokens: int) -> list[li
 
 
 @pytest.mark.light
-@pytest.mark.parametrize("segment", [_whole, _segments_of_6])
+@pytest.mark.parametrize("split", SPLITS)
 @given(step=_steps())
-@settings(max_examples=60, deadline=None)
-def test_every_token_sees_each_slot_up_to_itself_once(segment: object, step: StepPlan) -> None:
-    plan = plan_spans(step, PAGE_SIZE, segment)  # type: ignore[arg-type]
+@settings(max_examples=50, deadline=None)
+def test_every_token_sees_each_slot_up_to_itself_once(split: Split, step: StepPlan) -> None:
+    plan = plan_spans(step, PAGE_SIZE, split)
     slots = token_slots(step, PAGE_SIZE)
     expected = []
     for row in step.rows:
@@ -102,7 +118,7 @@ def test_short_private_parts_of_one_token_rows_are_no_spans() -> None:
         return Row(str(number), number, np.zeros(new, np.int32), computed, pages, True, SamplingParams(), 0)
 
     rows = (row(0, 0, MAX_PRIVATE_KEYS - 1, 1), row(1, 70, MAX_PRIVATE_KEYS, 1), row(2, 140, 9, 2))
-    plan = plan_spans(StepPlan(0, rows), PAGE_SIZE, _whole)
+    plan = plan_spans(StepPlan(0, rows), PAGE_SIZE, SPLITS[0])
     assert plan.private_starts.tolist() == [0, 0, 0, 0]
     assert plan.private_lens.tolist() == [MAX_PRIVATE_KEYS, 0, 0, 0]
     assert plan.num_keys.tolist() == [MAX_PRIVATE_KEYS + 1, 9]
@@ -111,8 +127,21 @@ def test_short_private_parts_of_one_token_rows_are_no_spans() -> None:
 @pytest.mark.light
 @given(step=_steps())
 @settings(max_examples=30, deadline=None)
+def test_runs_are_of_a_few_one_token_rows(step: StepPlan) -> None:
+    plan = plan_spans(step, PAGE_SIZE, SPLITS[2])
+    is_decode = np.concatenate([np.full(len(row.token_ids), len(row.token_ids) == 1) for row in step.rows])
+    of_spans, of_runs = np.split(plan.tokens, [plan.num_span_partials])
+    assert is_decode[of_runs].all()
+    assert (plan.items[:, 1] <= 2).all()
+    for tokens in np.split(of_spans, plan.span_indptr[1:-1]):
+        assert len(tokens) == 0 or len(tokens) > 2 or not is_decode[tokens].all()
+
+
+@pytest.mark.light
+@given(step=_steps())
+@settings(max_examples=30, deadline=None)
 def test_a_shared_prefix_is_one_span_a_run_and_segments_have_their_length(step: StepPlan) -> None:
-    whole, cut = (plan_spans(step, PAGE_SIZE, segment) for segment in (_whole, _segments_of_6))
+    whole, cut = (plan_spans(step, PAGE_SIZE, split) for split in SPLITS[:2])
     assert cut.num_keys.max(initial=0) <= 6
     assert whole.num_keys.sum() == cut.num_keys.sum()
     assert whole.private_lens.tolist() == cut.private_lens.tolist()
@@ -147,7 +176,7 @@ def test_attention_through_the_arrays_is_the_reference_backends() -> None:
     reference.plan(step)
     expected = reference.run(0, q, k, v)
 
-    plan = plan_spans(step, PAGE_SIZE, _segments_of_6)
+    plan = plan_spans(step, PAGE_SIZE, SPLITS[1])
     keys, values = (pool_of[0].flatten(0, 1) for pool_of in (pool.k, pool.v))
     partials = []
     for span, tokens in enumerate(np.split(plan.tokens, plan.span_indptr[1:-1])):
@@ -169,3 +198,43 @@ def test_attention_through_the_arrays_is_the_reference_backends() -> None:
             out, lse = attend_plain(q[None, token : token + 1], keys[None, at], values[None, at])
             total = merge(*total, out[0, 0], lse[0, 0])
         torch.testing.assert_close(total[0], expected[token])
+
+
+@pytest.mark.light
+@pytest.mark.parametrize("split", SPLITS)
+@given(step=_steps())
+@settings(max_examples=30, deadline=None)
+def test_lists_of_a_captured_step_say_the_same_at_fixed_places(split: Split, step: StepPlan) -> None:
+    plan = plan_spans(step, PAGE_SIZE, split)
+    exact = lists_of(step, plan, PAGE_SIZE)
+    shape = GraphShape(step.num_tokens + 3, 500, 50, step.num_tokens, 10, spans=True)
+    room = Room.of(shape, split.num_lanes)
+    assert room.holds(plan)
+    fixed = padded(exact, plan, room)
+    assert [len(part) for part in fixed] == list(room.sizes)
+    assert all(part.dtype == np.int32 for part in fixed)
+
+    num_tokens, num_spans = step.num_tokens, plan.num_span_partials
+    assert fixed.slots.tolist() == [*exact.slots, -1, -1, -1]
+    assert fixed.private_lens[num_tokens:].tolist() == [0, 0, 0]
+    assert fixed.merge_indptr[num_tokens:].tolist() == [exact.merge_indptr[-1]] * 4
+    places = [*range(num_spans), *range(500, 500 + plan.num_partials - num_spans)]  # of the partial rows
+    assert fixed.tokens[places].tolist() == plan.tokens.tolist()
+    assert (np.delete(fixed.tokens, places) == -1).all()
+    places += [1000 + token for token in range(num_tokens)]
+    assert fixed.merge_rows[: len(exact.merge_rows)].tolist() == [places[row] for row in exact.merge_rows]
+    items = fixed.items.reshape(-1, 4)[: len(plan.items)]
+    assert items[:, 0].tolist() == [places[row] for row in plan.items[:, 0]]
+    assert (items[:, 1:] == plan.items[:, 1:]).all()
+
+
+@pytest.mark.light
+def test_a_captured_step_refuses_what_it_has_no_room_for() -> None:
+    pages = np.arange(100, dtype=np.int32)
+    rows = tuple(Row(str(i), i, np.zeros(1, np.int32), 399, pages, True, SamplingParams(), 0) for i in range(3))
+    step = StepPlan(0, rows, group_rows(rows, PAGE_SIZE, 1))
+    as_span, as_run = (plan_spans(step, PAGE_SIZE, split) for split in (Split(_whole, 2, 3), Split(_whole, 3, 3)))
+    assert Room.of(GraphShape(3, 9, 1, 0, 3, spans=False), 3).holds(as_run)
+    assert not Room.of(GraphShape(3, 9, 1, 0, 3, spans=False), 3).holds(as_span)
+    assert Room.of(GraphShape(3, 9, 1, 0, 3, spans=True), 3).holds(as_span)
+    assert not Room.of(GraphShape(3, 2, 1, 0, 3, spans=True), 3).holds(as_run)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from p99lab.engine.attention.shape import GraphShape as GraphShape
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.rope import HeadNorms
 
@@ -34,17 +34,6 @@ class AttentionBackend(LayerAttention, Protocol):
     def plan(self, step: StepPlan) -> None:
         """Work out what all layers of the step share: slots, spans, masks."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class GraphShape:
-    """What a captured step is sized for: tokens, partial attention results, stretches of causal attention (none where
-    all rows have one token), and rows that sample."""
-
-    num_tokens: int
-    num_partials: int
-    num_causal: int
-    num_samples: int
 
 
 class GraphAttention(AttentionBackend, Protocol):

@@ -16,13 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from p99lab.engine.attention.base import GraphShape
-from p99lab.engine.attention.spans import SegmentTokens, SpanPlan, plan_spans, token_slots
+from p99lab.engine.attention.lists import Lists, Room, lists_of, padded
+from p99lab.engine.attention.spans import SegmentTokens, Split, plan_spans
+from p99lab.engine.decode_kernel import BLOCK_ROWS, Pipeline, attend_runs
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kernels import rotate_and_store
 from p99lab.engine.kv_pool import KVPool
@@ -38,28 +39,22 @@ INT_WORKSPACE_BYTES = 32 << 20  # 28 bytes an item: more than a million of them
 ITEM_ARRAYS = 7
 FLOAT_WORKSPACE_BYTES = 1 << 20  # FA3 has no split keys of its own and uses none of it
 
+PROGRAMS_PER_PROCESSOR = 2  # of the decode kernel: with three blocks of 64 keys each they fill its shared memory
+PIPELINE = Pipeline(block_keys=64, num_stages=3, num_warps=4, bulk=False)
+
 Plan = Sequence[int]  # where in its workspace the kernel finds its lists
-
-
-class Lists(NamedTuple):
-    """What a step's kernels read besides their items, on the host or on the device, int32; see `SpanPlan`."""
-
-    slots: Any  # [T], where keys and values are stored; negative: nowhere
-    tokens: Any  # [M]
-    private_starts: Any  # [T]
-    private_lens: Any  # [T]
-    merge_indptr: Any  # [T + 1]
-    merge_rows: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A step's lists on the device."""
+    """A step's lists on the device, and who has something to do."""
 
     lists: Lists
-    spans: Plan | None  # None: there are none
+    spans: Plan | None
     causal: Plan | None
-    has_private: bool  # some token has private keys beside spans
+    num_span_partials: int
+    block_rows: int  # of the runs' tiles; 0: there are no runs
+    has_private: bool
 
 
 class FlashInferAttention:
@@ -82,48 +77,56 @@ class FlashInferAttention:
         self._page_size = pool.page_size
         self._num_q, self._num_kv = geometry.num_q_heads, geometry.num_kv_heads
         self._group = self._num_q // self._num_kv
-        self._segment_tokens = segment_tokens
         self._scale = geometry.head_dim**-0.5
         module = _module(dtype, geometry.head_dim)
         self._spans = ItemLists(module, self._num_kv, self._num_kv, geometry.head_dim, causal=False, device=device)
         self._causal = ItemLists(module, self._num_q, self._num_kv, geometry.head_dim, causal=True, device=device)
         self._device = device
+        num_programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
+        self._split = Split(segment_tokens, BLOCK_ROWS[-1] // self._group, max(1, num_programs // self._num_kv))
         self._planned: Planned | None = None
 
     def plan(self, step: StepPlan) -> None:
         """Lists for exactly this step."""
-        spans = plan_spans(step, self._page_size, self._segment_tokens)
-        lists = upload(_lists(token_slots(step, self._page_size), spans), self._device)
+        spans = plan_spans(step, self._page_size, self._split)
+        lists = upload(lists_of(step, spans, self._page_size), self._device)
         self._planned = Planned(
             Lists(*lists),
             self._spans.plan(spans.span_indptr * self._group, spans.key_starts, spans.num_keys),
             self._causal.plan(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens),
+            spans.num_span_partials,
+            self._block_rows(int(spans.items[:, 1].max(initial=0))),
             bool(spans.private_lens.any()),
         )
 
     def list_elements(self, shape: GraphShape) -> int:
         """See `GraphAttention`."""
-        num_merged = shape.num_partials + shape.num_tokens
-        sizes = (*[shape.num_tokens] * 3, shape.num_partials, shape.num_tokens + 1, num_merged)
+        sizes = Room.of(shape, self._split.num_lanes).sizes
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
     def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
         """See `GraphAttention`."""
-        spans = plan_spans(step, self._page_size, self._segment_tokens)
-        if spans.num_partials > shape.num_partials or len(spans.causal_lens) > shape.num_causal:
+        spans = plan_spans(step, self._page_size, self._split)
+        room = Room.of(shape, self._split.num_lanes)
+        if not room.holds(spans):
             return False
-        lists = _padded(_lists(token_slots(step, self._page_size), spans), spans.num_partials, shape)
-        there = upload(lists, self._device, target)
-        num_rows = shape.num_partials * self._group
-        shared = _more_spans(spans.span_indptr * self._group, spans.key_starts, spans.num_keys, shape.num_partials)
+        there = upload(padded(lists_of(step, spans, self._page_size), spans, room), self._device, target)
+        shared = _more_spans(spans.span_indptr * self._group, spans.key_starts, spans.num_keys, room.num_span_partials)
         causal = _more_spans(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens, shape.num_causal)
         self._planned = Planned(
             Lists(*there),
-            self._spans.plan(*shared, num_rows=num_rows),
+            self._spans.plan(*shared, num_rows=room.num_span_partials * self._group),
             self._causal.plan(*causal, num_rows=shape.num_tokens),
+            room.num_span_partials,
+            self._block_rows(shape.num_tokens),
             has_private=True,
         )
         return True
+
+    def _block_rows(self, num_tokens: int) -> int:
+        """The smallest tile that holds the rows of so many tokens, or the largest there is; 0 for none."""
+        num_rows = num_tokens * self._group
+        return next((size for size in BLOCK_ROWS if num_rows <= size), BLOCK_ROWS[-1]) if num_rows else 0
 
     def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         """See `LayerAttention`."""
@@ -135,18 +138,24 @@ class FlashInferAttention:
         weights = (None, None, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
         keys, values = self._keys[layer], self._values[layer]
         rotate_and_store(heads.flatten(1), table, lists.slots, q, keys, values, *weights)
-        partial, causal = _no_partials(q, num_kv), _no_partials(q, num_q)
-        if planned.spans is not None:
-            partial = self._spans.run(planned.spans, gather_folded(q, lists.tokens, num_kv), keys, values, self._scale)
+        causal = _room_for_partials(q, 0, num_q)
         if planned.causal is not None:
+            causal = _room_for_partials(q, len(q), num_q)
             own = (heads[:, num_q : num_q + num_kv], heads[:, num_q + num_kv :])
-            causal = self._causal.run(planned.causal, q, *own, self._scale)
+            self._causal.run(planned.causal, q, *own, self._scale, *causal)
+        partial = _room_for_partials(q, len(lists.tokens) * self._group, num_kv)
+        if planned.spans is not None:
+            folded = gather_folded(q, lists.tokens[: planned.num_span_partials], num_kv)
+            self._spans.run(planned.spans, folded, keys, values, self._scale, *(x[: len(folded)] for x in partial))
+        if planned.block_rows:
+            runs = (lists.tokens, lists.items.view(-1, 4), lists.lane_indptr)
+            attend_runs(q, keys, values, *runs, *partial, self._scale, block_rows=planned.block_rows, pipeline=PIPELINE)
         merge = (lists.merge_indptr, lists.merge_rows)
         attended: torch.Tensor
         if planned.has_private:
             private = (lists.private_starts, lists.private_lens)
             attended = finish_states(q, keys, values, *private, *partial, *causal, *merge, self._scale)
-        elif planned.spans is not None:
+        elif len(lists.tokens):
             attended = merge_states(*partial, *causal, *merge)
         else:
             attended = causal[0]
@@ -197,17 +206,22 @@ class ItemLists:
         return plan
 
     def run(
-        self, plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: [rows, heads, dim]; k, v: [keys, kv_heads, dim]. Returns out like q, and lse [rows, heads], in base 2."""
-        out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        self,
+        plan: Plan,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> None:
+        """q: [rows, heads, dim]; k, v: [keys, kv_heads, dim]; out like q, and lse [rows, heads] float32, in base 2."""
         mask_mode, layout, window, pdl = int(self._causal), 0, -1, False
         options = (None,) * 6  # masks, slopes and items that these kernels are built without
         self._module.ragged_run(
             self._floats, self._ints, plan, q, k, v, self._unused, self._unused, out, lse,
             mask_mode, layout, window, pdl, *options, 0.0, scale, 1.0, 1e4, 0,
         )  # fmt: skip
-        return out, lse
 
 
 def unsupported(device: torch.device, dtype: torch.dtype, geometry: Geometry) -> str | None:
@@ -238,8 +252,9 @@ def _module(dtype: torch.dtype, head_dim: int) -> SimpleNamespace:
     return module
 
 
-def _no_partials(q: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return q.new_empty(0, num_heads, q.shape[2]), q.new_empty(0, num_heads, dtype=torch.float32)
+def _room_for_partials(q: torch.Tensor, num_rows: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [rows, heads, dim] and their lse [rows, heads] float32."""
+    return q.new_empty(num_rows, num_heads, q.shape[2]), q.new_empty(num_rows, num_heads, dtype=torch.float32)
 
 
 def _more_spans(
@@ -248,24 +263,3 @@ def _more_spans(
     """Filled up with spans that have no rows: the kernel's lists must lie where they lay at capture."""
     missing = num_spans - len(lens)
     return np.pad(indptr, (0, missing), mode="edge"), np.pad(starts, (0, missing)), np.pad(lens, (0, missing))
-
-
-def _lists(slots: IntArray, spans: SpanPlan) -> Lists:
-    private = (spans.private_starts, spans.private_lens)
-    return Lists(slots, spans.tokens, *private, spans.merge_indptr, spans.merge_rows)
-
-
-def _padded(lists: Lists, num_partials: int, shape: GraphShape) -> Lists:
-    """At the sizes of a shape: tokens that a step has not store nothing and see nothing."""
-    slots, tokens, starts, lens, merge_indptr, merge_rows = lists
-    missing = shape.num_tokens - len(slots)
-    missing_partials = shape.num_partials - num_partials  # causal parts stand behind the last possible one
-    rows = np.where(merge_rows < num_partials, merge_rows, merge_rows + np.int32(missing_partials))
-    return Lists(
-        np.pad(slots, (0, missing), constant_values=-1),
-        np.pad(tokens, (0, missing_partials), constant_values=-1),
-        np.pad(starts, (0, missing)),
-        np.pad(lens, (0, missing)),
-        np.pad(merge_indptr, (0, missing), mode="edge"),
-        np.pad(rows, (0, shape.num_partials + shape.num_tokens - len(rows))),
-    )

@@ -5,13 +5,15 @@ A span is a set of query tokens that all see the same run of consecutive pool sl
     shared    the pages of a prefix group, for all tokens of its rows
     private   what a row alone has computed before this step; for a row of one token, that token's own slot too
 
-The private part of a row of one token, if it is short and lies in one piece, is no span: such parts are many and tiny,
-and the kernel that merges takes them along (see `SpanPlan.private_starts`).
+Page tables are cut where their pages are not consecutive. Three kernels share the spans, by how many tokens they have:
 
-Page tables are cut where their pages are not consecutive, and long runs are cut into segments, so that a few query
-tokens over a long prefix keep every multiprocessor busy. Each span computes a partial result for each of its tokens;
-the partial results of a token are merged by log-sum-exp. What rows of several tokens see of their own new tokens is
-causal and comes apart from that, straight from the step's keys and values.
+    spans     those with prompt tokens, or with many: a prefill kernel. Long ones are cut into segments
+    runs      those of a few one-token rows: a decode kernel. All together are dealt to lanes of equal length
+    private   of a one-token row the short rest, if it lies in one piece: the kernel that merges takes it along
+
+Each span, or item of a run, computes a partial result for each of its tokens; the partial results of a token are merged
+by log-sum-exp. What rows of several tokens see of their own new tokens is causal and comes apart from that, straight
+from the step's keys and values.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from p99lab.engine.attention.lanes import Lanes, deal
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
 
@@ -36,14 +39,16 @@ SegmentTokens = Callable[[Sequence[tuple[int, int]]], int]
 class SpanPlan:
     """Index arrays of one step of T tokens, all int32.
 
-    Partial results are rows: first those of the spans, M of them, then one for each of the step's tokens (M + t is the
-    causal part of token t; only tokens of rows with several have one).
+    Partial results are rows: first those of the spans, then those of the runs' items, M in all, then one for each of
+    the step's tokens (M + t is the causal part of token t; only tokens of rows with several have one).
     """
 
     tokens: IntArray  # [M], the token that each partial row belongs to
-    span_indptr: IntArray  # [B + 1], partial rows of each span
+    span_indptr: IntArray  # [B + 1], partial rows of each span, from 0 on
     key_starts: IntArray  # [B], slot of each span's first key
     num_keys: IntArray  # [B], at least 1
+    items: IntArray  # [N, 4] of the runs, see `Lanes`
+    lane_indptr: IntArray  # [L + 1]
     causal_indptr: IntArray  # [C + 1], tokens of each causal stretch, from 0 to at most T
     causal_lens: IntArray  # [C], keys of each: all its tokens, or 0 where rows of one token lie between
     private_starts: IntArray  # [T], slot of the first key that a token of a one-token row sees beside spans
@@ -56,8 +61,8 @@ class SpanPlan:
         return len(self.tokens)
 
     @property
-    def has_causal(self) -> bool:
-        return len(self.causal_lens) > 0
+    def num_span_partials(self) -> int:
+        return int(self.span_indptr[-1])
 
 
 class Span(NamedTuple):
@@ -66,23 +71,36 @@ class Span(NamedTuple):
     num_keys: int
 
 
-def plan_spans(step: StepPlan, page_size: int, segment_tokens: SegmentTokens) -> SpanPlan:
-    """The spans of a step. Groups and rows are as `StepPlan` has them; page tables are cut into consecutive runs."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How spans are shared out and cut."""
+
+    segment_tokens: SegmentTokens
+    max_run_tokens: int = 0  # one-token rows of a run; spans of more are not runs
+    num_lanes: int = 1
+
+
+def plan_spans(step: StepPlan, page_size: int, split: Split) -> SpanPlan:
+    """The spans of a step. Groups and rows are as `StepPlan` has them."""
     lengths = np.array([len(row.token_ids) for row in step.rows], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     private, private_starts, private_lens = _private(step, page_size, ends)
-    spans = [*_shared(step, page_size, ends), *private]
-    spans = _cut(spans, segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
+    spans, runs = _parted([*_shared(step, page_size, ends), *private], lengths, split.max_run_tokens)
+    spans = _cut(spans, split.segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
+    span_indptr = _indptr([len(span.tokens) for span in spans])
+    lanes = _dealt(runs, split.num_lanes, int(span_indptr[-1]))
+    tokens = [*(span.tokens for span in spans), *(runs[run].tokens for run in lanes.runs)]
+    all_tokens = np.concatenate([np.empty(0, np.int32), *tokens])
     causal_indptr, causal_lens = _causal(lengths, ends)
-    tokens = np.concatenate([np.empty(0, np.int32), *(span.tokens for span in spans)])
-    num_tokens = int(lengths.sum())
     causal_tokens = np.flatnonzero(np.repeat(lengths > 1, lengths)).astype(np.int32)
-    merge_indptr, merge_rows = _merge_lists(tokens, causal_tokens, num_tokens)
+    merge_indptr, merge_rows = _merge_lists(all_tokens, causal_tokens, int(lengths.sum()))
     return SpanPlan(
-        tokens=tokens,
-        span_indptr=_indptr([len(span.tokens) for span in spans]),
+        tokens=all_tokens,
+        span_indptr=span_indptr,
         key_starts=np.array([span.key_start for span in spans], np.int32),
         num_keys=np.array([span.num_keys for span in spans], np.int32),
+        items=lanes.items,
+        lane_indptr=lanes.indptr,
         causal_indptr=causal_indptr,
         causal_lens=causal_lens,
         private_starts=private_starts,
@@ -149,6 +167,23 @@ def _runs(tokens: IntArray, pages: IntArray, num_keys: int, page_size: int) -> I
     edges = [0, *(np.flatnonzero(np.diff(pages) != 1) + 1).tolist(), len(pages)]
     for first, last in pairwise(edges):
         yield Span(tokens, int(pages[first]) * page_size, min(last * page_size, num_keys) - first * page_size)
+
+
+def _parted(spans: list[Span], lengths: IntArray, max_run_tokens: int) -> tuple[list[Span], list[Span]]:
+    """Spans that stay such, and runs."""
+    is_decode = np.repeat(lengths == 1, lengths)
+    few = [len(span.tokens) <= max_run_tokens and bool(is_decode[span.tokens].all()) for span in spans]
+    runs = [span for span, is_run in zip(spans, few, strict=True) if is_run]
+    return [span for span, is_run in zip(spans, few, strict=True) if not is_run], runs
+
+
+def _dealt(runs: list[Span], num_lanes: int, first_partial: int) -> Lanes:
+    if not runs:
+        return Lanes(np.empty((0, 4), np.int32), np.zeros(num_lanes + 1, np.int32), np.empty(0, np.int32))
+    num_rows = np.array([len(run.tokens) for run in runs], np.int32)
+    key_starts = np.array([run.key_start for run in runs], np.int32)
+    num_keys = np.array([run.num_keys for run in runs], np.int32)
+    return deal(num_rows, key_starts, num_keys, num_lanes, first_partial)
 
 
 def _cut(spans: list[Span], segment: int) -> list[Span]:

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
+from p99lab.engine import backends
 from p99lab.engine.attention.reference import ReferenceAttention
+from p99lab.engine.backends import rehearse
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, ModelConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import StepPlan
+from p99lab.engine.plan import StepPlan, StepResult
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.runner import ModelRunner
 from p99lab.engine.weights import Weights
@@ -145,3 +147,34 @@ def test_all_attentions_answer_alike_over_one_pool() -> None:
             ends = slice(min(num_alike + 1, len(ours.token_ids)))  # the next is the best of nearly the same scores
             chosen = [[logprob.chosen for logprob in one.logprobs[ends]] for one in (ours, expected)]
             np.testing.assert_allclose(*chosen, atol=0.05)
+
+
+def test_a_rehearsal_runs_each_kind_of_step_and_leaves_the_pool_usable(config: EngineConfig) -> None:
+    seen: list[StepPlan] = []
+
+    class Rehearsed(ModelRunner):
+        def execute(self, plan: StepPlan) -> StepResult:
+            seen.append(plan)
+            return super().execute(plan)
+
+    def new_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+        attention, sampled = ReferenceAttention(pool), torch.zeros(64, dtype=torch.int64)
+        runner = Rehearsed(LlamaModel(weights), pool, attention, 0, sampled, None, lambda c: attention)
+        rehearse(runner, pool, 100)
+        return runner
+
+    with Engine(config) as engine, Engine(config, new_runner=new_runner) as rehearsed:
+        assert _answer(rehearsed) == _answer(engine)
+        size = config.cache.page_size
+    assert [[len(row.token_ids) for row in plan.rows] for plan in seen] == [[100], [size], [size, 1, 1], [1]]
+
+
+def test_steps_that_memory_has_no_room_for_are_refused_at_the_start(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(backends, "LlamaModel", out_of_memory)
+    with pytest.raises(BadParameterError, match=r"^steps of up to \d+ tokens do not fit beside weights and pool"):
+        Engine(config)

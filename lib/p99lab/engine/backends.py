@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from p99lab.engine.attention.base import AttentionBackend, GraphAttention
@@ -15,9 +16,14 @@ from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.runner import ModelRunner
+from p99lab.engine.plan import Row, StepPlan
+from p99lab.engine.request import SamplingParams
+from p99lab.engine.runner import ModelRunner, Runner
 from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError
+
+MAX_REHEARSED_TOKENS = 16384  # a larger first step takes seconds, and memory that grows with it was reserved
+MIN_LONG_TOKENS = 2048  # what a row has seen before, so that each attention kernel has its part
 
 LOGGER = logging.getLogger(__name__)
 
@@ -25,9 +31,49 @@ LOGGER = logging.getLogger(__name__)
 def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
     """Model, attention and graphs over the pool.
 
+    On a GPU kernels are compiled, graphs captured and the largest step tried before this returns.
+
     Raises:
-        BadParameterError: the attention backend asked for cannot be used here.
+        BadParameterError: the attention backend asked for cannot be used here, or weights and pool leave no room for
+            the steps that were asked for.
     """
+    try:
+        runner = _make_runner(config, weights, pool)
+        if pool.k.device.type == "cuda":
+            rehearse(runner, pool, config.scheduler.max_num_batched_tokens)
+    except torch.OutOfMemoryError:
+        wanted = f"steps of up to {config.scheduler.max_num_batched_tokens} tokens"
+        raise BadParameterError(f"{wanted} do not fit beside weights and pool: fewer tokens, or fewer pages") from None
+    return runner
+
+
+def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int) -> None:
+    """Run a step of each kind over pages that nobody holds yet, the largest first.
+
+    What is compiled or loaded at its first use would otherwise be paid by a request, a quarter of a second at a time.
+    """
+    num_slots = pool.k.shape[1] * pool.page_size
+    pages = np.arange(pool.k.shape[1], dtype=np.int32)
+    plain, random = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+
+    def row(num_tokens: int, num_computed_tokens: int, sampling: SamplingParams) -> Row:
+        num_pages = -(-(num_computed_tokens + num_tokens) // pool.page_size)
+        ids = np.zeros(num_tokens, np.int32)
+        return Row("rehearsal", 0, ids, num_computed_tokens, pages[:num_pages], True, sampling, 0)
+
+    whole = min(max_num_tokens, MAX_REHEARSED_TOKENS, num_slots)
+    few = min(whole, pool.page_size)
+    long = max(1, min(num_slots - few, MIN_LONG_TOKENS))
+    for rows in (
+        [row(whole, 0, plain)],
+        [row(few, long, plain)],
+        [row(few, long, plain), row(1, long, random), row(1, 1, plain)],
+        [row(1, long, plain)],
+    ):
+        runner.execute(StepPlan(0, tuple(rows)))
+
+
+def _make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
     model = LlamaModel(weights)
     sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=pool.k.device)
     attentions = Attentions(pool, weights.geometry)

@@ -3,9 +3,9 @@
 A decode step's tokens that share a prefix see the same keys, so their query heads of one kv head are the rows of one
 small matrix, folded as in `state_kernels`. 16 to 64 of them do not fill the tile of a prefill kernel, which computes
 two to eight times as much as there is, and lowers the clock by the power that this takes. Here a tile has as many rows
-as there are, and what is left is to keep memory busy. Runs are cut into items (flash-decoding, arXiv 2311.01282, has
-the idea), which are dealt to a fixed number of lanes; a lane is one program for each kv head, so that the programs that
-run next to each other read heads of the same keys, which lie side by side in memory.
+as there are, and what is left is to keep memory busy. Runs are cut into items and these dealt to a fixed number of
+lanes (`attention.lanes`). A lane is one program for each kv head: neighbouring programs read heads of the same keys,
+which lie side by side in memory.
 
 As in `kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph: which items there are is
 read from the device.

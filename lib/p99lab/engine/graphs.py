@@ -39,9 +39,9 @@ def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
 
 
 def _shape(num_tokens: int, num_samples: int, mixed: bool) -> GraphShape:
-    num_partials = PARTIALS_PER_TOKEN * num_tokens + MORE_PARTIALS
+    num_span_partials = PARTIALS_PER_TOKEN * num_tokens + MORE_PARTIALS if mixed else 0
     num_runs = RUNS_PER_TOKEN * num_tokens + MORE_RUNS
-    return GraphShape(num_tokens, num_partials, num_runs, num_tokens if mixed else 0, num_samples, mixed)
+    return GraphShape(num_tokens, num_span_partials, num_runs, num_runs, num_tokens if mixed else 0, num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +88,13 @@ class StepGraphs:
             inputs: token ids, positions and sources, see `resolved`; [T] int32 each.
             samples: [R], tokens whose logits are wanted.
         """
-        for captured in self._captured:
-            if captured.fits(plan.num_tokens, len(samples)) and self._attention.plan_graph(
-                plan, captured.shape, captured.lists
-            ):
-                upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
-                return captured
-        return None
+        fitting = [one for one in self._captured if one.fits(plan.num_tokens, len(samples))]
+        chosen = self._attention.plan_graph(plan, [(one.shape, one.lists) for one in fitting])
+        if chosen is None:
+            return None
+        captured = fitting[chosen]
+        upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
+        return captured
 
     def _capture(self, shape: GraphShape) -> Captured:
         device = self._sampled.device
@@ -102,7 +102,7 @@ class StepGraphs:
         inputs = torch.zeros(4 * (shape.num_tokens + ALIGNMENT), dtype=torch.int32, device=device)
         lists = torch.zeros(self._attention.list_elements(shape), dtype=torch.int32, device=device)
         parts = upload(_padded([nothing] * 3, nothing, shape), device, inputs)
-        self._attention.plan_graph(EMPTY_STEP, shape, lists)
+        self._attention.plan_graph(EMPTY_STEP, [(shape, lists)])
         self._forward(*parts)  # compiles and loads what capturing must not
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()

@@ -207,8 +207,8 @@ def test_attention_through_the_arrays_is_the_reference_backends() -> None:
 def test_lists_of_a_captured_step_say_the_same_at_fixed_places(split: Split, step: StepPlan) -> None:
     plan = plan_spans(step, PAGE_SIZE, split)
     exact = lists_of(step, plan, PAGE_SIZE)
-    shape = GraphShape(step.num_tokens + 3, 500, 50, step.num_tokens, 10, spans=True)
-    room = Room.of(shape, split.num_lanes)
+    shape = GraphShape(step.num_tokens + 3, 500, 50, 100, step.num_tokens, 10)
+    room = Room.of(shape, split)
     assert room.holds(plan)
     fixed = padded(exact, plan, room)
     assert [len(part) for part in fixed] == list(room.sizes)
@@ -221,7 +221,7 @@ def test_lists_of_a_captured_step_say_the_same_at_fixed_places(split: Split, ste
     places = [*range(num_spans), *range(500, 500 + plan.num_partials - num_spans)]  # of the partial rows
     assert fixed.tokens[places].tolist() == plan.tokens.tolist()
     assert (np.delete(fixed.tokens, places) == -1).all()
-    places += [1000 + token for token in range(num_tokens)]
+    places += [room.num_span_partials + room.num_run_partials + token for token in range(num_tokens)]
     assert fixed.merge_rows[: len(exact.merge_rows)].tolist() == [places[row] for row in exact.merge_rows]
     items = fixed.items.reshape(-1, 4)[: len(plan.items)]
     assert items[:, 0].tolist() == [places[row] for row in plan.items[:, 0]]
@@ -230,11 +230,13 @@ def test_lists_of_a_captured_step_say_the_same_at_fixed_places(split: Split, ste
 
 @pytest.mark.light
 def test_a_captured_step_refuses_what_it_has_no_room_for() -> None:
-    pages = np.arange(100, dtype=np.int32)
-    rows = tuple(Row(str(i), i, np.zeros(1, np.int32), 399, pages, True, SamplingParams(), 0) for i in range(3))
+    pages = np.arange(500, dtype=np.int32)
+    rows = tuple(Row(str(i), i, np.zeros(1, np.int32), 1999, pages, True, SamplingParams(), 0) for i in range(3))
     step = StepPlan(0, rows, group_rows(rows, PAGE_SIZE, 1))
     as_span, as_run = (plan_spans(step, PAGE_SIZE, split) for split in (Split(_whole, 2, 3), Split(_whole, 3, 3)))
-    assert Room.of(GraphShape(3, 9, 1, 0, 3, spans=False), 3).holds(as_run)
-    assert not Room.of(GraphShape(3, 9, 1, 0, 3, spans=False), 3).holds(as_span)
-    assert Room.of(GraphShape(3, 9, 1, 0, 3, spans=True), 3).holds(as_span)
-    assert not Room.of(GraphShape(3, 2, 1, 0, 3, spans=True), 3).holds(as_run)
+    cut = Split(_whole, 3, 3)
+    assert Room.of(GraphShape(3, 0, 1, 3, 0, 3), cut).holds(as_run)
+    assert not Room.of(GraphShape(3, 0, 1, 3, 0, 3), cut).holds(as_span)
+    assert Room.of(GraphShape(3, 3, 1, 3, 0, 3), cut).holds(as_span)
+    assert not Room.of(GraphShape(3, 3, 1, 2, 0, 3), cut).holds(as_run)
+    assert len(as_run.items) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -43,9 +44,9 @@ class GraphAttention(AttentionBackend, Protocol):
         """int32 that the lists of a shape take."""
         ...
 
-    def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
-        """Plan a step into `target`, the buffer of a captured graph of this shape.
+    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | None:
+        """Plan a step for the first of some captured graphs that has room for it, into the buffer of its lists.
 
-        False, and nothing planned: the step needs more room than the shape has.
+        Returns its place; None, and nothing planned: none has.
         """
         ...

@@ -22,7 +22,7 @@ import torch
 
 from p99lab.engine.attention.base import GraphShape
 from p99lab.engine.attention.lists import Lists, Room, lists_of, padded
-from p99lab.engine.attention.spans import SegmentTokens, Split, plan_spans
+from p99lab.engine.attention.spans import SegmentTokens, SpanPlan, Split, plan_spans
 from p99lab.engine.decode_kernel import BLOCK_ROWS, Pipeline, attend_runs
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kernels import rotate_and_store
@@ -101,27 +101,31 @@ class FlashInferAttention:
 
     def list_elements(self, shape: GraphShape) -> int:
         """See `GraphAttention`."""
-        sizes = Room.of(shape, self._split.num_lanes).sizes
+        sizes = Room.of(shape, self._split).sizes
         return sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)
 
-    def plan_graph(self, step: StepPlan, shape: GraphShape, target: torch.Tensor) -> bool:
+    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | None:
         """See `GraphAttention`."""
         spans = plan_spans(step, self._page_size, self._split)
-        room = Room.of(shape, self._split.num_lanes)
-        if not room.holds(spans):
-            return False
-        there = upload(padded(lists_of(step, spans, self._page_size), spans, room), self._device, target)
+        for place, (shape, target) in enumerate(graphs):
+            room = Room.of(shape, self._split)
+            if room.holds(spans):
+                self._plan_into(room, lists_of(step, spans, self._page_size), spans, target)
+                return place
+        return None
+
+    def _plan_into(self, room: Room, lists: Lists, spans: SpanPlan, target: torch.Tensor) -> None:
+        there = upload(padded(lists, spans, room), self._device, target)
         shared = _more_spans(spans.span_indptr * self._group, spans.key_starts, spans.num_keys, room.num_span_partials)
-        causal = _more_spans(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens, shape.num_causal)
+        causal = _more_spans(spans.causal_indptr, spans.causal_indptr[:-1], spans.causal_lens, room.num_causal)
         self._planned = Planned(
             Lists(*there),
             self._spans.plan(*shared, num_rows=room.num_span_partials * self._group),
-            self._causal.plan(*causal, num_rows=shape.num_tokens),
+            self._causal.plan(*causal, num_rows=room.num_tokens),
             room.num_span_partials,
-            self._block_rows(shape.num_tokens),
+            self._block_rows(room.num_tokens),
             has_private=True,
         )
-        return True
 
     def _block_rows(self, num_tokens: int) -> int:
         """The smallest tile that holds the rows of so many tokens, or the largest there is; 0 for none."""

@@ -1,9 +1,10 @@
 """Runs of keys dealt to lanes that work side by side: what `decode_kernel` is given, planned in integers.
 
 The runs lie on a line, one behind the other, and the line is cut into as many stretches as there are lanes, of about
-the same length. So a long run is shared by many lanes, a lane may have many short runs, and all end at about the same
-time, whatever the lengths are. A cut that would fall close to the end of a run is moved there: it would cost another
-partial result, and waiting for its keys, and even out next to nothing.
+the same length (stream-K; for decoding see LeanAttention, arXiv 2405.10480). So a long run is shared by many lanes, a
+lane may have many short runs, and all end at about the same time, whatever the lengths are. A cut that would fall close
+to the end of a run is moved there: it would cost another partial result, and waiting for its keys, and even out next to
+nothing.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from p99lab.engine.attention.shape import GraphShape
-from p99lab.engine.attention.spans import SpanPlan, token_slots
+from p99lab.engine.attention.spans import SpanPlan, Split, token_slots
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
 
@@ -38,10 +38,17 @@ class Room:
     num_lanes: int
 
     @classmethod
-    def of(cls, shape: GraphShape, num_lanes: int) -> Self:
-        num_span_partials = shape.num_partials if shape.spans else 0
-        num_items = shape.num_runs + num_lanes
-        sizes = (num_span_partials, shape.num_partials, num_items, shape.num_causal, num_lanes)
+    def of(cls, shape: GraphShape, split: Split) -> Self:
+        """Cutting runs adds at most num_lanes - 1 items, each a part of the widest run."""
+        num_cuts = split.num_lanes - 1
+        num_run_partials = shape.num_run_partials + num_cuts * min(shape.num_tokens, split.max_run_tokens)
+        sizes = (
+            shape.num_span_partials,
+            num_run_partials,
+            shape.num_runs + num_cuts,
+            shape.num_causal,
+            split.num_lanes,
+        )
         return cls(shape.num_tokens, *sizes)
 
     @property

@@ -178,8 +178,6 @@ def _parted(spans: list[Span], lengths: IntArray, max_run_tokens: int) -> tuple[
 
 
 def _dealt(runs: list[Span], num_lanes: int, first_partial: int) -> Lanes:
-    if not runs:
-        return Lanes(np.empty((0, 4), np.int32), np.zeros(num_lanes + 1, np.int32), np.empty(0, np.int32))
     num_rows = np.array([len(run.tokens) for run in runs], np.int32)
     key_starts = np.array([run.key_start for run in runs], np.int32)
     num_keys = np.array([run.num_keys for run in runs], np.int32)

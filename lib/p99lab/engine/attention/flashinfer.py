@@ -1,14 +1,15 @@
-"""Paged attention on CUDA: FlashInfer's FA3 kernel over the spans of a step, all of them in one launch a layer.
+"""Paged attention on CUDA, as `spans` shares out a step: FlashInfer's FA3, a decode kernel, and one that merges.
 
-The kernel (FlashAttention-3, arXiv 2407.08608, in FlashInfer's ragged form) works through a list of items: a tile of
-query rows, a head, a run of keys. Three things make it fit here. The query heads of a kv head are folded into rows, so
-that a tile of 128 rows is filled by 32 tokens of a model with four query heads to a kv head, and keys are read once for
-all of them. Long runs are cut into segments, items of their own, so that few rows still occupy every multiprocessor.
-And an item's keys may lie anywhere in the pool, so shared prefixes and private parts are items of one launch. What a
-row of several tokens sees of its own is causal and takes a second launch. docs/log.md has the measurements.
+FA3 (FlashAttention-3, arXiv 2407.08608, in FlashInfer's ragged form) works through a list of items: a tile of query
+rows, a head, a run of keys. Three things make it fit shared prefixes. The query heads of a kv head are folded into
+rows, so that a tile of 128 rows is filled by 32 tokens of a model with four query heads to a kv head, and keys are read
+once for all of them. Long runs are cut into segments, items of their own, so that few rows still occupy every
+multiprocessor. And an item's keys may lie anywhere in the pool. What a row of several tokens sees of its own is causal
+and takes a second launch. A few decode rows over long runs fill no such tile: `decode_kernel` has smaller ones.
+docs/log.md has the measurements.
 
-The lists lie in device memory: a captured launch reads whatever list is there, so one graph serves every step of its
-shape (see `GraphShape`).
+All lists lie in device memory: a captured launch reads whatever list is there, so one graph serves every step that fits
+its shape (see `GraphShape`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from p99lab.engine import backends
+from p99lab.engine import backends, checkpoint
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.backends import rehearse
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, ModelConfig, SchedulerConfig
@@ -22,7 +22,7 @@ from p99lab.engine.plan import StepPlan, StepResult
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.runner import ModelRunner
 from p99lab.engine.weights import Weights
-from p99lab.errors import BadParameterError
+from p99lab.errors import BadParameterError, ModelError
 
 PROMPT = list(range(1, 40))
 GREEDY = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0)
@@ -121,6 +121,22 @@ def test_what_a_cpu_has_not_is_refused_and_nothing_changes(engine: Engine) -> No
     assert _answer(engine) == answer
 
 
+def test_a_bound_on_steps_that_nobody_has_measured_is_refused_and_nothing_changes(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("p99lab.engine.engine.device_costs", lambda name: None)
+    runners = Runners()
+    with Engine(config, new_runner=runners) as engine:
+        before = engine.config
+        with pytest.raises(BadParameterError, match="step times have not been measured"):
+            engine.reconfigure(SchedulerConfig(max_step_s=0.1), attention=PAGED, prefix_cache=False)
+        assert engine.config == before
+        _answer(engine)
+        _answer(engine)
+        assert engine.stats().num_cached_tokens > 0
+    assert runners.paged[0].num_steps == 0
+
+
 @pytest.mark.gpu
 def test_all_attentions_answer_alike_over_one_pool() -> None:
     model = ModelConfig(name="dummy:qwen2.5-0.5b", dtype="bfloat16", device="cuda")
@@ -160,13 +176,19 @@ def test_a_rehearsal_runs_each_kind_of_step_and_leaves_the_pool_usable(config: E
     def new_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
         attention, sampled = ReferenceAttention(pool), torch.zeros(64, dtype=torch.int64)
         runner = Rehearsed(LlamaModel(weights), pool, attention, 0, sampled, None, lambda c: attention)
-        rehearse(runner, pool, 100)
+        rehearse(runner, pool, 100, 3)
         return runner
 
     with Engine(config) as engine, Engine(config, new_runner=new_runner) as rehearsed:
         assert _answer(rehearsed) == _answer(engine)
         size = config.cache.page_size
-    assert [[len(row.token_ids) for row in plan.rows] for plan in seen] == [[100], [size], [size, 1, 1], [1]]
+    assert [[len(row.token_ids) for row in plan.rows] for plan in seen] == [
+        [100],
+        [size],
+        [size, 1, 1],
+        [1],
+        [1, 1, 1],
+    ]
 
 
 def test_steps_that_memory_has_no_room_for_are_refused_at_the_start(
@@ -178,3 +200,12 @@ def test_steps_that_memory_has_no_room_for_are_refused_at_the_start(
     monkeypatch.setattr(backends, "LlamaModel", out_of_memory)
     with pytest.raises(BadParameterError, match=r"^steps of up to \d+ tokens do not fit beside weights and pool"):
         Engine(config)
+
+
+def test_weights_that_memory_has_no_room_for_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(*args: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(checkpoint, "dummy_weights", out_of_memory)
+    with pytest.raises(ModelError, match=r"^the weights of 'dummy:tiny-128k' in float32 do not fit on 'cpu'$"):
+        Engine(EngineConfig(model=ModelConfig(name="dummy:tiny-128k")))

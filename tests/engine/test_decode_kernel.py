@@ -170,6 +170,21 @@ def test_without_triton_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("ahead_keys", [64, 1_024, 5_000])
+@pytest.mark.parametrize("bulk", [False, True])
+def test_asking_ahead_changes_nothing(ahead_keys: int, bulk: bool) -> None:
+    """Over the ends of items, of lanes and of the pool."""
+    kernel = importlib.import_module("p99lab.engine.decode_kernel")
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        q, pools = torch.randn(4, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
+        runs: list[Run] = [([0, 1], 12_000, 8_000), ([2], 0, 65), ([3], 100, 1_000), ([1], 3_000, 63)]
+        _, *plain = attended(kernel, q, pools, runs, 3, 16, bulk=bulk)
+        _, *asked = attended(kernel, q, pools, runs, 3, 16, bulk=bulk, ahead_keys=ahead_keys)
+    assert all(torch.equal(one, other) for one, other in zip(plain, asked, strict=True))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block_rows", [16, 32, 64])
 def test_a_graph_follows_its_lists(block_rows: int) -> None:
     """Replayed over other items than it was captured with, as many as there are lanes or fewer."""

@@ -22,9 +22,10 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_it_serves_until_it_is_left(tmp_path: Path, model: Path) -> None:
+    before = set(psutil.Process().children())
     with vllm_server(VllmSpec(make_site(tmp_path / "site"), model), 30.0) as url:
         (listed,) = httpx.get(f"{url}/models", trust_env=False).json()["data"]
-        (server,) = psutil.Process().children()
+        (server,) = set(psutil.Process().children()) - before
     assert listed["id"] == MODEL
     assert not server.is_running()
 

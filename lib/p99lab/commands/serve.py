@@ -24,6 +24,13 @@ def serve(
     max_num_waiting: Annotated[int, typer.Option(help="Requests that may wait; further ones get 429.")] = 256,
     no_prefix_cache: Annotated[bool, typer.Option("--no-prefix-cache", help="Compute every prompt whole.")] = False,
     composition: Annotated[str, typer.Option(help="chunked or stock.")] = "chunked",
+    policy: Annotated[str, typer.Option(help="Who comes first: fcfs, priority or deadline.")] = "fcfs",
+    max_step_s: Annotated[
+        float | None,
+        typer.Option(help="Seconds that a step may take while requests decode; on devices with known costs."),
+    ] = None,
+    attention: Annotated[str, typer.Option(help="auto, flashinfer (Hopper GPUs) or reference.")] = "auto",
+    no_graphs: Annotated[bool, typer.Option("--no-graphs", help="Launch every kernel of a step by itself.")] = False,
     api_key_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the key clients must show.")
     ] = None,
@@ -54,6 +61,10 @@ def serve(
             "max_num_waiting": max_num_waiting,
             "prefix_cache": not no_prefix_cache,
             "composition": composition,
+            "policy": policy,
+            "max_step_s": max_step_s,
+            "attention": attention,
+            "graphs": not no_graphs,
             "api_key_env": api_key_env,
             "drain_timeout": drain_timeout,
             "gateways": gateways,

@@ -38,16 +38,18 @@ def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRu
             the steps that were asked for.
     """
     try:
-        runner = _make_runner(config, weights, pool)
-        if pool.k.device.type == "cuda":
-            rehearse(runner, pool, config.scheduler.max_num_batched_tokens)
+        if pool.k.device.type != "cuda":
+            return _make_runner(config, weights, pool)
+        with torch.cuda.device(pool.k.device):
+            runner = _make_runner(config, weights, pool)
+            rehearse(runner, pool, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
     except torch.OutOfMemoryError:
         wanted = f"steps of up to {config.scheduler.max_num_batched_tokens} tokens"
         raise BadParameterError(f"{wanted} do not fit beside weights and pool: fewer tokens, or fewer pages") from None
     return runner
 
 
-def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int) -> None:
+def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int, max_num_seqs: int) -> None:
     """Run a step of each kind over pages that nobody holds yet, the largest first.
 
     What is compiled or loaded at its first use would otherwise be paid by a request, a quarter of a second at a time.
@@ -69,6 +71,7 @@ def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int) -> None:
         [row(few, long, plain)],
         [row(few, long, plain), row(1, long, random), row(1, 1, plain)],
         [row(1, long, plain)],
+        [row(1, 0, random)] * max_num_seqs,
     ):
         runner.execute(StepPlan(0, tuple(rows)))
 
@@ -103,7 +106,7 @@ class Attentions:
         k = self._pool.k
         measured = device_costs(torch.cuda.get_device_name(k.device)) or H200  # another Hopper GPU has much the same
         costs = StepCost(measured, self._geometry, self._pool.page_size, k.element_size())
-        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens)
+        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens, self.paged)
 
     @cached_property
     def paged(self) -> AttentionBackend:

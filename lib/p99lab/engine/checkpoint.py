@@ -52,7 +52,7 @@ def load_weights(directory: Path, geometry: Geometry, dtype: torch.dtype, device
     targets = dict(weights.by_name())
     for shard in sorted({stored[name].shard for name in targets}):
         try:
-            with safe_open(shard, framework="pt") as file:
+            with safe_open(shard, framework="pt", device=str(device)) as file:  # from the file's pages to the device
                 for name in (name for name in targets if stored[name].shard == shard):
                     targets[name].copy_(file.get_tensor(name))
         except (OSError, SafetensorError) as error:

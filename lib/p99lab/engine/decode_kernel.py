@@ -7,6 +7,9 @@ as there are, and what is left is to keep memory busy. Runs are cut into items a
 lanes (`attention.lanes`). A lane is one program for each kv head: neighbouring programs read heads of the same keys,
 which lie side by side in memory.
 
+A program can also touch keys long before it reads them (`Pipeline.ahead_keys`), for the sake of their addresses: a step
+may read more memory than the chip holds translations for.
+
 As in `kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph: which items there are is
 read from the device.
 """
@@ -24,19 +27,23 @@ from p99lab.engine.needs_triton import tl, triton
 
 BLOCK_ROWS = (16, 32, 64)
 TAIL_KEYS = 16  # at a time, of what fills no block: the least that tensor cores take, and few registers
+PAGE_BYTES = 2 << 20  # what one address translation covers
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """How a program reads: `block_keys` keys at a time, `num_stages` of such blocks on their way or in use.
 
-    Blocks come by the tensor memory accelerator if `bulk`, otherwise by asynchronous copies of 16 bytes.
+    Blocks come by the tensor memory accelerator if `bulk`, otherwise by asynchronous copies of 16 bytes. A line of the
+    keys and one of the values that come `ahead_keys` later in the lane is asked for with each block, so that their
+    addresses are translated by then; 0: not. Only compiled kernels can, interpreted ones cannot.
     """
 
     block_keys: int
     num_stages: int
     num_warps: int
     bulk: bool
+    ahead_keys: int = 0
 
 
 def attend_runs(
@@ -77,8 +84,11 @@ def attend_runs(
     assert items.shape[1] == 4
     assert block_rows in BLOCK_ROWS
     assert scale > 0
+    assert pipeline.ahead_keys >= 0
     blocks = [_blocks(pool, pipeline.block_keys) if pipeline.bulk else None for pool in (k_pool, v_pool)]
-    sizes = (num_kv, num_q // num_kv, dim, block_rows, pipeline.block_keys, TAIL_KEYS)
+    page_keys = max(1, PAGE_BYTES // (num_kv * dim * k_pool.element_size()))
+    ahead = (pipeline.ahead_keys, page_keys)
+    sizes = (num_kv, num_q // num_kv, dim, block_rows, pipeline.block_keys, TAIL_KEYS, *ahead)
     _attend_runs[((len(lane_indptr) - 1) * num_kv,)](
         q, k_pool, v_pool, *blocks, tokens, items, lane_indptr, out, lse, scale, *sizes,
         num_warps=pipeline.num_warps, num_stages=pipeline.num_stages,
@@ -111,6 +121,8 @@ def _attend_runs(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     tail_keys: tl.constexpr,
+    ahead_keys: tl.constexpr,
+    page_keys: tl.constexpr,
 ) -> None:
     """One program a kv head of a lane. The state is that of `state_kernels`: peak, total, and the mixed values."""
     log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
@@ -124,6 +136,11 @@ def _attend_runs(
         item = items + index * 4
         first_row, num_rows = tl.load(item), tl.load(item + 1)
         start, num_keys = tl.load(item + 2), tl.load(item + 3)
+        if ahead_keys > 0:
+            more = index + 1 < end  # asking goes on with the lane's next item
+            next_start, next_keys = tl.load(item + 6, mask=more, other=0), tl.load(item + 7, mask=more, other=0)
+            for at in tl.static_range(page_keys, ahead_keys, page_keys):
+                _ask(k_pool, v_pool, start + at, column, stride, at < num_keys)
         here = row < num_rows * group
         token = tl.load(tokens + first_row + row // group, mask=here, other=0).to(tl.int64)
         query = (token * num_kv + head) * group + row % group
@@ -133,6 +150,10 @@ def _attend_runs(
         mixed = tl.zeros([block_rows, dim], tl.float32)
         whole = num_keys // block_keys * block_keys
         for at in range(0, whole, block_keys):
+            if ahead_keys > 0:
+                later = at + ahead_keys
+                slot = tl.where(later < num_keys, start, next_start - num_keys) + later
+                _ask(k_pool, v_pool, slot, column, stride, later < num_keys + next_keys)
             if k_blocks is not None:
                 some_k = k_blocks.load([start + at, column])
                 some_v = v_blocks.load([start + at, column])
@@ -154,6 +175,32 @@ def _attend_runs(
         mixed /= total[:, None]
         tl.store(out + place[:, None] * dim + dims, mixed.to(out.dtype.element_ty), mask=here[:, None])
         index += 1
+
+
+@triton.jit
+def _ask(
+    k_pool: tl.tensor, v_pool: tl.tensor, slot: tl.tensor, column: tl.tensor, stride: tl.constexpr, wanted: tl.tensor
+) -> None:
+    """Have a line of a slot's keys and one of its values fetched into the L2 cache, if wanted: threads 0 and 1 do."""
+    offset = slot.to(tl.int64) * stride + column
+    tl.inline_asm_elementwise(
+        """{
+            .reg .pred asked;
+            .reg .u32 thread;
+            .reg .u64 address;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 asked, thread, 0;
+            selp.u64 address, $1, $2, asked;
+            setp.lt.u32 asked, thread, $3;
+            @asked prefetch.global.L2 [address];
+            mov.u32 $0, 0;
+        }""",
+        "=r,l,l,r",
+        [k_pool + offset, v_pool + offset, tl.where(wanted, 2, 0)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit

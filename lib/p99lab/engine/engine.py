@@ -99,7 +99,7 @@ class Engine:
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
         costs = device_costs("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))
         self._costs = None if costs is None else StepCost(costs, self.geometry, page_size, dtype.itemsize)
-        self._scheduler = self._new_scheduler()
+        self._scheduler = self._new_scheduler(config)
         self._runner: Runner | None = new_runner(config, weights, pool)
         self._step_times = StepTimes()
         self._in_flight: deque[Underway] = deque()  # oldest first; between two calls at most one
@@ -406,8 +406,9 @@ class Engine:
 
         Raises:
             RuntimeError: requests are waiting or running.
-            BadParameterError: an attention that cannot be used here, graphs that were not captured at the start, or on
-                a GPU steps of more tokens than memory was reserved for at the start.
+            BadParameterError: an attention that cannot be used here, graphs that were not captured at the start, a
+                bound on steps whose times nobody has measured, or on a GPU steps of more tokens than memory was
+                reserved for at the start; nothing has changed.
         """
         with self._lock, uninterrupted():
             runner = self._usable_runner()
@@ -429,11 +430,12 @@ class Engine:
                 parts["graphs"] = graphs.model_dump()
             config = EngineConfig.parse(parts)
             self._require_reserve(config)
+            new_scheduler = self._new_scheduler(config)
             if attention is not None or graphs is not None:
                 runner.reconfigure(attention, graphs)
             self.config = config
-            self._tree.enabled = self.config.cache.prefix_cache
-            self._scheduler = self._new_scheduler()
+            self._tree.enabled = config.cache.prefix_cache
+            self._scheduler = new_scheduler
             self._step_times = StepTimes()
             self._deliver()
 
@@ -443,8 +445,7 @@ class Engine:
             reserved = f"memory is reserved for {self._max_step_tokens}, the most at the engine's start"
             raise BadParameterError(f"steps of up to {num_tokens} tokens: {reserved}")
 
-    def _new_scheduler(self) -> Scheduler:
-        config = self.config
+    def _new_scheduler(self, config: EngineConfig) -> Scheduler:
         return Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
 
     def _usable_runner(self) -> Runner:

@@ -1,4 +1,4 @@
-"""Whole decode steps as CUDA graphs: one launch where an eager step takes some four hundred.
+"""Whole steps of few tokens as CUDA graphs: one launch where an eager step takes some four hundred.
 
 A graph is captured for a number of tokens and a number of partial attention results (`GraphShape`), over buffers that
 every later step fills anew: inputs, and the lists that attention works through. What it reads there decides which pages
@@ -89,6 +89,8 @@ class StepGraphs:
             samples: [R], tokens whose logits are wanted.
         """
         fitting = [one for one in self._captured if one.fits(plan.num_tokens, len(samples))]
+        if not fitting:  # a step of many tokens: planning it takes milliseconds, once is enough
+            return None
         chosen = self._attention.plan_graph(plan, [(one.shape, one.lists) for one in fitting])
         if chosen is None:
             return None
@@ -106,7 +108,7 @@ class StepGraphs:
         self._forward(*parts)  # compiles and loads what capturing must not
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # other engines may step
             logits = self._forward(*parts)
         self._memory = graph.pool()
         return Captured(shape, graph, inputs, lists, logits)

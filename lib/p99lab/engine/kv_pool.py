@@ -12,10 +12,12 @@ import psutil
 import torch
 
 from p99lab.caches.pages import PageCopy
+from p99lab.engine.attention.spans import PARTIALS_PER_TOKEN
 from p99lab.engine.geometry import Geometry
 
 CPU_SHARE = 0.25  # of the memory available at start; the rest belongs to weights, activations and the user
 CUDA_RESERVE_BYTES = 3 << 30  # beside what the largest step takes: kernels' code, workspaces, graphs, sampling
+LOGITS_COPIES = 11  # tensors of the size of a step's logits that exist at once: drawing sorts them, and sums
 STEP_SLACK = 1.25  # what torch's allocator cannot use again of the memory of a step
 
 
@@ -82,8 +84,9 @@ def step_bytes(geometry: Geometry, num_tokens: int, num_seqs: int, dtype: torch.
     """What a step of so many tokens, and rows that sample, takes on the device at most, beside weights and pool."""
     residual = 3 * geometry.hidden_size  # the stream, its norm, and what is added to it
     feed_forward = 3 * geometry.intermediate_size  # gate and up, and their product
-    attention = 6 * geometry.q_size + 2 * geometry.kv_size  # projected, rotated, folded, two partial results, merged
-    logits = 4 * geometry.vocab_size * num_seqs * 4  # float32; sampling sorts them, with their indices
+    partials = 2 * PARTIALS_PER_TOKEN * geometry.q_size  # folded queries, and outputs
+    attention = 4 * geometry.q_size + 2 * geometry.kv_size + partials  # projected, rotated, causal, merged
+    logits = LOGITS_COPIES * geometry.vocab_size * num_seqs * 4  # float32
     widest = residual + max(feed_forward, attention)
     return int(STEP_SLACK * num_tokens * widest * dtype.itemsize) + logits
 

@@ -118,8 +118,19 @@ def load(config: ModelConfig) -> tuple[Weights, Tokenizer]:
     """Weights on the configured device and a tokenizer. A dummy's tokenizer is `ByteTokenizer`, on every machine.
 
     Raises:
-        ModelError: see `resolve`, `Geometry.from_directory` and `load_weights`; nothing stays loaded.
+        ModelError: see `resolve`, `Geometry.from_directory` and `load_weights`, or the device has no room for the
+            weights; nothing stays loaded.
     """
+    import torch
+
+    tokenizer = load_tokenizer(config.name)
+    try:
+        return _load_weights(config), tokenizer
+    except torch.OutOfMemoryError:
+        raise ModelError(f"the weights of '{config.name}' in {config.dtype} do not fit on '{config.device}'") from None
+
+
+def _load_weights(config: ModelConfig) -> Weights:
     import torch
 
     from p99lab.engine.checkpoint import dummy_weights, load_weights
@@ -127,9 +138,8 @@ def load(config: ModelConfig) -> tuple[Weights, Tokenizer]:
     found = resolve(config.name)
     dtype, device = getattr(torch, config.dtype), torch.device(config.device)
     if isinstance(found, Geometry):
-        return dummy_weights(found, dtype, device, config.seed), load_tokenizer(config.name)
-    geometry, tokenizer = Geometry.from_directory(found), load_tokenizer(config.name)
-    return load_weights(found, geometry, dtype, device), tokenizer
+        return dummy_weights(found, dtype, device, config.seed)
+    return load_weights(found, Geometry.from_directory(found), dtype, device)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -50,7 +51,7 @@ class Runner(Protocol):
 class DeviceSpan:
     """Two points in a CUDA stream: where a step begins to compute, and where all that the host wants of it is copied.
 
-    Before the first, the stream has brought lists and inputs, which counts as idle.
+    Before the first, the stream has copied pages and brought lists and inputs, which counts as idle.
     """
 
     began: torch.cuda.Event
@@ -103,7 +104,7 @@ class Launched:
 class ModelRunner:
     """A model, a page pool and an attention backend on one device.
 
-    On a GPU `launch` returns as soon as the step is in the stream. Decode steps replay graphs where there are some.
+    On a GPU `launch` returns as soon as the step is in the stream. Steps replay a graph where one has their shape.
 
     Args:
         sampled: [max_num_seqs] int64, for what the rows of the latest step have sampled.
@@ -148,6 +149,18 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> InFlight:
         """Put a step into the stream, behind the step before it."""
+        try:
+            with self._on_device():
+                return self._launch(plan)
+        except BaseException:
+            self._wait()
+            raise
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Triton, events and graphs work on the current device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _launch(self, plan: StepPlan) -> Launched:
         self._pool.copy_pages(plan.copies)
         inputs = _inputs(plan)
         sampling = [i for i, row in enumerate(plan.rows) if row.samples]
@@ -170,6 +183,12 @@ class ModelRunner:
         if span is not None:
             span.ended.record()
         return Launched(plan, sampling, chosen, scores, prompt_scores, span)
+
+    def _wait(self) -> None:
+        """Until the device runs nothing: what of a step was launched before it failed."""
+        if self._device.type == "cuda":
+            with suppress(Exception):  # a device that has failed says so again
+                torch.cuda.synchronize(self._device)
 
     def _forward(self, token_ids: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
         return self._model.forward(resolved(token_ids, sources, self._sampled), positions, self._attention)

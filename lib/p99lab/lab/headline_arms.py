@@ -36,7 +36,7 @@ class Arm:
             composition=self.composition,
             max_num_batched_tokens=documents[1] + questions[1] if is_stock else parameters.chunk_tokens,
             max_num_seqs=parameters.max_num_seqs,
-            max_step_s=None if is_stock else parameters.max_step_s,
+            max_step_s=parameters.max_step_s if self.groups else None,  # times are predicted of these kernels alone
             max_hold_s=parameters.max_hold_s if self.groups else 0.0,
             overlap=self.graphs,
         )

@@ -8,7 +8,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from p99lab.engine.config import (
+    AttentionConfig,
+    CacheConfig,
+    EngineConfig,
+    GraphsConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from p99lab.errors import BadParameterError
 from p99lab.strict import StrictModel
 
@@ -19,7 +26,7 @@ class ServeOptions(StrictModel):
     """One server. `api_key_env` names an environment variable: the key itself is on no command line and in no record.
 
     `drain_timeout`: seconds that running requests have when the server is told to end. `gateways`: processes that take
-    HTTP requests; the engine has one of its own beside them.
+    HTTP requests; the engine has one of its own beside them. On a GPU steps overlap. The rest is as in `EngineConfig`.
     """
 
     model: str = "smollm2-135m"
@@ -34,6 +41,10 @@ class ServeOptions(StrictModel):
     max_num_waiting: int = Field(256, ge=1)
     prefix_cache: bool = True
     composition: Literal["stock", "chunked"] = "chunked"
+    policy: Literal["fcfs", "priority", "deadline"] = "fcfs"
+    max_step_s: float | None = Field(None, gt=0)
+    attention: Literal["auto", "flashinfer", "reference"] = "auto"
+    graphs: bool = True
     api_key_env: str | None = None
     drain_timeout: float = Field(30.0, ge=0)
     gateways: int = Field(1, ge=1, le=64)
@@ -53,7 +64,12 @@ class ServeOptions(StrictModel):
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 max_num_seqs=self.max_num_seqs,
                 max_num_waiting=self.max_num_waiting,
+                policy=self.policy,
+                max_step_s=self.max_step_s,
+                overlap=self.device != "cpu",
             ),
+            attention=AttentionConfig(backend=self.attention),
+            graphs=GraphsConfig(enabled=self.graphs),
         )
 
     def read_api_key(self) -> str | None:

@@ -240,3 +240,17 @@ def test_a_captured_step_refuses_what_it_has_no_room_for() -> None:
     assert Room.of(GraphShape(3, 3, 1, 3, 0, 3), cut).holds(as_span)
     assert not Room.of(GraphShape(3, 3, 1, 2, 0, 3), cut).holds(as_run)
     assert len(as_run.items) == 3
+
+
+@pytest.mark.light
+def test_tables_in_too_many_pieces_are_not_planned() -> None:
+    """A question of 64 tokens over a document in 900 pieces would leave 57 600 partial results."""
+
+    def step(num_pieces: int) -> StepPlan:
+        pages = np.arange(0, 2 * num_pieces, 2, dtype=np.int32)
+        ids = np.zeros(64, np.int32)
+        row = Row("0", 0, ids, PAGE_SIZE * num_pieces - 64, pages, True, SamplingParams(), 0)
+        return StepPlan(0, (row,))
+
+    assert plan_spans(step(900), PAGE_SIZE, SPLITS[0]) is None
+    assert plan_spans(step(200), PAGE_SIZE, SPLITS[0]) is not None

@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from p99lab.engine.attention.base import GraphShape
+from p99lab.engine.attention.base import AttentionBackend, GraphShape
 from p99lab.engine.attention.lists import Lists, Room, lists_of, padded
 from p99lab.engine.attention.spans import SegmentTokens, SpanPlan, Split, plan_spans
 from p99lab.engine.decode_kernel import BLOCK_ROWS, Pipeline, attend_runs
@@ -69,9 +69,12 @@ class FlashInferAttention:
 
     Args:
         segment_tokens: how long the segments of a step's spans may be.
+        paged: takes the steps whose page tables lie in too many pieces, see `plan_spans`.
     """
 
-    def __init__(self, pool: KVPool, geometry: Geometry, segment_tokens: SegmentTokens) -> None:
+    def __init__(
+        self, pool: KVPool, geometry: Geometry, segment_tokens: SegmentTokens, paged: AttentionBackend
+    ) -> None:
         device, dtype = pool.k.device, pool.k.dtype
         self._keys = pool.k.flatten(1, 2)  # [layers, slots, kv_heads, dim]
         self._values = pool.v.flatten(1, 2)
@@ -85,11 +88,16 @@ class FlashInferAttention:
         self._device = device
         num_programs = PROGRAMS_PER_PROCESSOR * torch.cuda.get_device_properties(device).multi_processor_count
         self._split = Split(segment_tokens, BLOCK_ROWS[-1] // self._group, max(1, num_programs // self._num_kv))
-        self._planned: Planned | None = None
+        self._paged = paged
+        self._planned: Planned | None = None  # None: the step is left to `paged`
 
     def plan(self, step: StepPlan) -> None:
         """Lists for exactly this step."""
         spans = plan_spans(step, self._page_size, self._split)
+        if spans is None:
+            self._planned = None
+            self._paged.plan(step)
+            return
         lists = upload(lists_of(step, spans, self._page_size), self._device)
         self._planned = Planned(
             Lists(*lists),
@@ -110,7 +118,7 @@ class FlashInferAttention:
         spans = plan_spans(step, self._page_size, self._split)
         for place, (shape, target) in enumerate(graphs):
             room = Room.of(shape, self._split)
-            if room.holds(spans):
+            if spans is not None and room.holds(spans):
                 self._plan_into(room, lists_of(step, spans, self._page_size), spans, target)
                 return place
         return None
@@ -136,7 +144,8 @@ class FlashInferAttention:
     def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         """See `LayerAttention`."""
         planned = self._planned
-        assert planned is not None
+        if planned is None:
+            return self._paged.attend(layer, heads, table, norms)
         lists = planned.lists
         num_q, num_kv = self._num_q, self._num_kv
         q = heads.new_empty(len(heads), num_q, heads.shape[2])

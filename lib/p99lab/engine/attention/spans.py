@@ -31,6 +31,9 @@ from p99lab.engine.request import IntArray
 
 MAX_PRIVATE_KEYS = 256  # that the merging kernel attends to itself; a longer part is worth a span
 
+PARTIALS_PER_TOKEN = 4  # of spans, for which there is memory in a step of any size
+LEAST_PARTIALS = 16384  # for which there always is
+
 SegmentTokens = Callable[[Sequence[tuple[int, int]]], int]
 """From (query tokens, keys) of each span of a step, how many keys a segment of a span may have."""
 
@@ -80,14 +83,19 @@ class Split:
     num_lanes: int = 1
 
 
-def plan_spans(step: StepPlan, page_size: int, split: Split) -> SpanPlan:
-    """The spans of a step. Groups and rows are as `StepPlan` has them."""
+def plan_spans(step: StepPlan, page_size: int, split: Split) -> SpanPlan | None:
+    """The spans of a step. Groups and rows are as `StepPlan` has them.
+
+    None: page tables lie in so many pieces that there would be more partial results than there is memory for.
+    """
     lengths = np.array([len(row.token_ids) for row in step.rows], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     private, private_starts, private_lens = _private(step, page_size, ends)
     spans, runs = _parted([*_shared(step, page_size, ends), *private], lengths, split.max_run_tokens)
     spans = _cut(spans, split.segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
     span_indptr = _indptr([len(span.tokens) for span in spans])
+    if span_indptr[-1] > max(LEAST_PARTIALS, PARTIALS_PER_TOKEN * int(lengths.sum())):
+        return None
     lanes = _dealt(runs, split.num_lanes, int(span_indptr[-1]))
     tokens = [*(span.tokens for span in spans), *(runs[run].tokens for run in lanes.runs)]
     all_tokens = np.concatenate([np.empty(0, np.int32), *tokens])

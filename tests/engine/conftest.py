@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import platform
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -11,6 +14,15 @@ from p99lab.engine.config import CacheConfig, EngineConfig
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
+
+
+@pytest.fixture
+def triton() -> None:
+    """Triton is there. Skips only where the extra `dev` brings none: elsewhere its absence is an error."""
+    if sys.platform == "linux" and platform.machine() == "x86_64":
+        importlib.import_module("triton")
+    else:
+        pytest.importorskip("triton")
 
 
 @pytest.fixture(scope="session")

@@ -35,9 +35,8 @@ Run = tuple[list[int], int, int]  # tokens, first slot, number of keys
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu, id="compiled") if ON_CUDA else "cpu"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, triton: None) -> Iterator[Any]:
     """The module; its device is also that of what the test makes without naming one."""
-    pytest.importorskip("triton")
     torch.manual_seed(0)
     module = importlib.import_module("p99lab.engine.decode_kernel")
     if not ON_CUDA:  # Triton 3.6 asks for the int of a bound, an array of one element, which numpy 2.4 refuses

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from p99lab.engine.costs import H200, TWO_CORES, DeviceCosts, StepCost
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.grouping import arrange, group_rows
+from p99lab.engine.grouping import arrange
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import SamplingParams
+from tests.engine.grouped import group_rows
 
 pytestmark = pytest.mark.light
 

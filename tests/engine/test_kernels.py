@@ -43,9 +43,8 @@ SHAPES: list[Shape] = [(9, 3, 64), (14, 2, 128), (16, 16, 16), (4, 1, 256)]
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu, id="compiled") if ON_CUDA else "cpu"])
-def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, triton: None) -> Iterator[torch.device]:
     """Also the device of what the test makes without naming one; random numbers are the same in every run."""
-    pytest.importorskip("triton")
     torch.manual_seed(0)
     with torch.device(request.param) as device:
         yield device

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from p99lab.engine.plan import Row
+from p99lab.engine.plan import Logprobs, Row
 from p99lab.engine.request import SamplingParams
-from p99lab.engine.sampler import sample
+from p99lab.engine.sampler import choose, score_rows
 from p99lab.errors import BadParameterError
 
 VOCAB = 50
@@ -23,19 +23,26 @@ def _logits(num_rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def _sample(logits: torch.Tensor, rows: list[Row], seed: int = 0) -> tuple[list[int], dict[int, Logprobs]]:
+    """What is chosen for each row, and by row the log-probabilities of those that ask for them."""
+    chosen = choose(logits, rows, seed)
+    scores = score_rows(logits, rows, chosen)
+    return chosen.tolist(), {i: logprobs for i, one in scores.items() for logprobs in one.as_logprobs()}
+
+
 def _frequencies(sampling: SamplingParams, logits: torch.Tensor, draws: int = 4000) -> np.ndarray:
     rows = [_row(sampling, num_output_tokens=i) for i in range(draws)]
-    token_ids, _ = sample(logits.expand(draws, -1), rows, 0)
+    token_ids, _ = _sample(logits.expand(draws, -1), rows)
     return np.bincount(token_ids, minlength=VOCAB) / draws
 
 
 def test_greedy_rows_take_the_largest_logit_beside_random_ones() -> None:
     logits = _logits(3)
     rows = [_row(SamplingParams()), _row(SamplingParams(temperature=1.0)), _row(SamplingParams())]
-    token_ids, logprobs = sample(logits, rows, 0)
+    token_ids, logprobs = _sample(logits, rows)
     assert token_ids[0] == int(logits[0].argmax())
     assert token_ids[2] == int(logits[2].argmax())
-    assert logprobs == [None, None, None]
+    assert logprobs == {}
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -77,11 +84,11 @@ def test_a_seeded_row_draws_the_same_alone_and_in_any_batch() -> None:
     logits = _logits(4, seed=5)
     seeded = SamplingParams(temperature=1.0, seed=7)
     other = SamplingParams(temperature=0.8, top_k=5)
-    alone, _ = sample(logits[:1], [_row(seeded, number=0, num_output_tokens=9)], 0)
+    alone, _ = _sample(logits[:1], [_row(seeded, number=0, num_output_tokens=9)])
     batch = [_row(seeded, number=33, num_output_tokens=9), *(_row(other, number=i) for i in range(1, 4))]
-    assert sample(logits, batch, 123)[0][0] == alone[0]
+    assert _sample(logits, batch, 123)[0][0] == alone[0]
     flipped = [1, 2, 3, 0]
-    assert sample(logits[flipped], [batch[i] for i in flipped], 9)[0][3] == alone[0]
+    assert _sample(logits[flipped], [batch[i] for i in flipped], 9)[0][3] == alone[0]
 
 
 def test_draws_differ_between_positions_seeds_and_unseeded_requests() -> None:
@@ -93,17 +100,15 @@ def test_draws_differ_between_positions_seeds_and_unseeded_requests() -> None:
         _row(SamplingParams(temperature=1.0), number=1),
         _row(SamplingParams(temperature=1.0), number=2),
     ]
-    token_ids, _ = sample(logits.expand(len(rows), -1), rows, 0)
+    token_ids, _ = _sample(logits.expand(len(rows), -1), rows)
     assert len(set(token_ids)) == len(rows)
 
 
 def test_logprobs_are_the_models_own_whatever_the_temperature() -> None:
     logits = _logits(2, seed=8)
     rows = [_row(SamplingParams(temperature=0.3, top_k=2, logprobs=4)), _row(SamplingParams(logprobs=0))]
-    token_ids, logprobs = sample(logits, rows, 0)
+    token_ids, logprobs = _sample(logits, rows)
     expected = logits.log_softmax(-1)
-    assert logprobs[0] is not None
-    assert logprobs[1] is not None
     assert logprobs[0].chosen == pytest.approx(float(expected[0, token_ids[0]]))
     assert [i for i, _ in logprobs[0].top] == expected[0].topk(4).indices.tolist()
     assert logprobs[1].chosen == pytest.approx(float(expected[1].max()))

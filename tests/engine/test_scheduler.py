@@ -22,11 +22,11 @@ from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import TWO_CORES, StepCost
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.grouping import group_rows
 from p99lab.engine.plan import Row, StepPlan, StepResult
 from p99lab.engine.request import FinishReason, Logprobs, Request, SamplingParams, Status
 from p99lab.engine.scheduler import Change, RequestTooLargeError, Scheduler
 from p99lab.errors import AccountingError, BadParameterError, QueueFullError
+from tests.engine.grouped import group_rows
 
 pytestmark = pytest.mark.light
 

@@ -30,9 +30,8 @@ SIZES = [(2048, 9), (100, 20)]  # in, out; the second fills no block
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu, id="compiled") if ON_CUDA else "cpu"])
-def thin(request: pytest.FixtureRequest) -> Iterator[Any]:
+def thin(request: pytest.FixtureRequest, triton: None) -> Iterator[Any]:
     """The module; what the test makes without naming a device is on the module's, the same numbers in every run."""
-    pytest.importorskip("triton")
     torch.manual_seed(0)
     with torch.device(request.param):
         yield importlib.import_module("p99lab.engine.thin_linear")

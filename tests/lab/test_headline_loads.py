@@ -74,7 +74,7 @@ def test_what_the_engine_is_told_for_an_arm() -> None:
     stock, chunked, groups = (arm(name) for name in ("stock", "+chunked", "+shared-prefix groups"))
     assert (stock.attention.kernels, groups.attention.kernels) == ("paged", "spans")
     assert stock.scheduler(parameters).max_num_batched_tokens == 130_980
-    assert [one.scheduler(parameters).max_step_s for one in (stock, chunked, groups)] == [None, 0.2, 0.2]
+    assert [one.scheduler(parameters).max_step_s for one in (stock, chunked, groups)] == [None, None, 0.2]
     assert [one.scheduler(parameters).max_hold_s for one in (stock, chunked, groups)] == [0.0, 0.0, 0.1]
     base = EngineConfig(model=ModelConfig(name="dummy:tiny-128k"))
     whole = arm("+graphs and overlap").engine_config(base, parameters)
@@ -122,6 +122,7 @@ def test_rates_are_shares_of_ones_own_capacity_or_fixed() -> None:
     assert LoadSpec("rate", 60.0).rate(full, capacities) == 60.0
     assert [load.name for load in all_loads(tier("h200"))] == [
         "closed",
+        "open 30 %",
         "open 50 %",
         "open 70 %",
         "open 90 %",
@@ -143,7 +144,7 @@ def test_what_an_arm_cannot_answer_is_not_sent() -> None:
 
 def test_a_slow_arm_gets_time_for_a_p99() -> None:
     parameters = tier("h200")
-    half = block(parameters, LoadSpec("share", 0.5))
+    half = block(parameters, LoadSpec("share", 0.5, 1))
     assert open_s(half, parameters, 35.0) == 60.0
     slow_s = open_s(half, parameters, 4.0)
     assert slow_s is not None

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.engine import Engine
@@ -53,6 +54,44 @@ def test_several_share_a_port_and_follow_the_engine(own_engine: Engine) -> None:
             assert "p99lab_steps_total 0.0" in client.get(url.removesuffix("/v1") + "/metrics").text
     assert gateways(os.getpid()) == before
     assert own_engine.generate(["one"])[0].token_ids  # it is open still
+
+
+def test_several_say_which_of_them_has_answered(own_engine: Engine) -> None:
+    """A client whose connection is kept must not stay with one: it would never see what the others have counted."""
+    num_asked = {"1": 0.0, "2": 0.0}
+    with serve_from_process(own_engine, model="tiny", num_gateways=2) as url, connect(url) as scraper:
+        root = url.removesuffix("/v1")
+        for _ in range(10):
+            with connect(url) as client:
+                complete(client)
+
+        def scraped() -> bool:
+            for gateway, samples in own_series(scraper.get(root + "/metrics").text).items():
+                (num_asked[gateway],) = samples
+            return sum(num_asked.values()) == 10
+
+        def healthy() -> bool:
+            found.add(scraper.get(root + "/health").json()["gateway"])
+            return found == {1, 2}
+
+        found: set[int] = set()
+        eventually(scraped)
+        eventually(healthy)
+        assert "p99lab_steps_total " in scraper.get(root + "/metrics").text
+    with serve_from_process(own_engine, model="tiny") as url, connect(url) as client:
+        complete(client)
+        assert own_series(client.get(url.removesuffix("/v1") + "/metrics").text) == {None: [1.0]}
+        assert client.get(url.removesuffix("/v1") + "/health").json() == {"status": "ok"}
+
+
+def own_series(text: str) -> dict[str | None, list[float]]:
+    """By gateway, how many completions it says that it has answered."""
+    found: dict[str | None, list[float]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if (sample.name, sample.labels.get("outcome")) == ("p99lab_requests_total", "ok"):
+                found.setdefault(sample.labels.get("gateway"), []).append(sample.value)
+    return found
 
 
 def test_a_gateway_that_is_killed_is_told_on_leaving(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from p99lab.lab.bench.rows import BenchRow
 
 H200 = "h200"
+DETAILS_EVERY_S = 5.0  # writing takes the time of many steps, and other rows follow
 
 
 def bench(
@@ -42,6 +44,12 @@ def bench(
 
     `× floor` is 1 at the floor and larger when worse; `× peer` is above 1 where this project is better. A bar is what a
     figure must not exceed.
+
+    Cases of h200, in process: decode-1, decode-64, decode-short, questions-64, prefill, warm; closed-idle (the GPU's
+    idle share and the host's time a step, 64 clients in the engine's loop); groups (steps with the chosen prefix groups
+    against the same without, over a grid: the worst are shown, all are in the files); compile (a decoder layer without
+    attention by our kernels, plain torch and torch.compile: steady, and until the first result). Over HTTP: itl-1,
+    itl-64, itl-short, cold, ttft-1. -p primed=fake: documents of random keys and values, which nobody computes.
     """
     for_h200 = {"--only": only, "-p": size, "--vllm-site": vllm_site, "--model-dir": model_dir}
     if name != H200 and (given := [option for option, value in for_h200.items() if value]):
@@ -81,8 +89,10 @@ def _h200(
     spec = spec_of(None if site is None else str(site), None if model_dir is None else str(model_dir), vllm_arguments)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
     rows: list[BenchRow] = []
+    written_s = 0.0
     for row in h200.rows(asked, cases, spec, lambda line: progress.print(line, markup=False)):
         rows.append(row)
-        if out_dir is not None:
+        if out_dir is not None and not (row.detail and time.monotonic() - written_s < DETAILS_EVERY_S):
             report.write(out_dir, H200, rows)
+            written_s = time.monotonic()
     return rows

@@ -42,6 +42,9 @@ def serve(
 ) -> None:
     """Serve a model through the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
 
+    Of several gateways any one answers /metrics and /health, and says which. What it has itself counted and timed
+    carries gateway="N", to be summed over all N; the engine's figures are the same from each.
+
     One line on stdout says when it is ready. SIGTERM or Ctrl-C: no new requests, running ones finish; twice: at once.
     Exit code 2: a parameter that does not fit, or an address in use; 4: a model that cannot be used.
     """

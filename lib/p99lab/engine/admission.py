@@ -1,9 +1,9 @@
-"""Who is admitted next: the policy's order, in which company may be preferred for a bounded time.
+"""Who is admitted next: the policy's order, in which company may be preferred for a bounded time among equals.
 
 Requests that share a long prefix share the reading of it, and fill each other's tiles. So a waiting request may be
-passed by others whose document has more company, for at most `max_hold_s` after its arrival. What that can win depends
-on the kernels: on an H200 with query heads folded into rows a question of 64 tokens fills its tiles alone
-(`docs/log.md`), so it is off unless asked for.
+passed by others of its urgency whose document has more company, for at most `max_hold_s` after its arrival. What that
+can win depends on the kernels: on an H200 with query heads folded into rows a question of 64 tokens fills its tiles
+alone (`docs/log.md`), so it is off unless asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.grouping import trie
+from p99lab.engine.policy import Urgency
 from p99lab.engine.request import IntArray, Request
 
 LOOKAHEAD = 32  # waiting requests that may change places; looking up more documents would cost the step
@@ -29,27 +30,31 @@ ALONE = Company(0, 0)
 
 
 class Admission:
-    """Orders the waiting. `max_hold_s` 0: as the policy has it."""
+    """Orders the waiting. `max_hold_s` 0: as the policy has it. `urgency`: the policy's, with which its keys begin."""
 
-    def __init__(self, tree: PrefixTree, max_hold_s: float, min_shared_tokens: int) -> None:
+    def __init__(self, tree: PrefixTree, max_hold_s: float, min_shared_tokens: int, urgency: Urgency) -> None:
         self._tree = tree
         self._max_hold_s = max_hold_s
         self._min_shared_tokens = min_shared_tokens
+        self._urgency = urgency
         self._found: dict[int, IntArray] = {}  # by request number: pages that the tree held of it when last looked up
 
     def order(self, waiting: Sequence[Request], running: Sequence[Request], now: float) -> list[Request]:
         """`waiting` (in the policy's order) in the order of admission.
 
-        Whoever has waited for `max_hold_s` comes first, in the policy's order, and nobody is passed after that.
+        Only requests of equal urgency pass each other. Whoever has waited for `max_hold_s` comes first among them, in
+        the policy's order, and is passed no more.
         """
         if self._max_hold_s == 0 or len(waiting) < 2:
             return [*waiting]
         near = waiting[:LOOKAHEAD]
-        overdue = [request for request in near if self._is_overdue(request, now)]
-        others = [request for request in near if not self._is_overdue(request, now)]
-        company = self._company(others, running)
-        ranks = sorted(range(len(others)), key=company.__getitem__)
-        return [*overdue, *(others[i] for i in ranks), *waiting[LOOKAHEAD:]]
+        held = [request for request in near if not self._is_overdue(request, now)]
+        company = dict(zip((request.number for request in held), self._company(held, running), strict=True))
+
+        def key(request: Request) -> tuple[float, bool, Company]:
+            return self._urgency(request), request.number in company, company.get(request.number, ALONE)
+
+        return [*sorted(near, key=key), *waiting[LOOKAHEAD:]]
 
     def _is_overdue(self, request: Request, now: float) -> bool:
         return now - request.timeline.arrival_s >= self._max_hold_s

@@ -40,7 +40,7 @@ class SchedulerConfig(StrictModel):
     `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never). With `overlap` a
     step is planned and launched while the one before it runs. `max_step_s`: while requests decode, `chunked` gives
     prompts no more of a step than keeps its predicted device time within that. `max_hold_s`: for how long a waiting
-    request may be passed by others whose document has more company.
+    request may be passed by others of its urgency whose document has more company.
     """
 
     composition: Literal["stock", "chunked"] = "chunked"

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, inf
 
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.plan import PrefixGroup, Row
@@ -35,7 +35,8 @@ class DeviceCosts:
     `slot_flops_per_s`: one slot while others idle. A tile is computed whole, however few of its `tile_rows` rows exist.
     `item_s`: filling and draining the pipeline of one item. `level_s`: one call of a backend that calls once a level.
     `launch_s`: a layer's attention and merge. `token_s`: a token's way through everything that is neither product nor
-    attention, all layers. `step_s`: what a step takes besides.
+    attention, all layers. `step_s`: what a step takes besides. `near_bytes`: of the keys and values that a layer reads,
+    those that come at `memory_bytes_per_s`; the rest comes at `far_bytes_per_s`.
     """
 
     memory_bytes_per_s: float
@@ -50,6 +51,8 @@ class DeviceCosts:
     launch_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
+    near_bytes: float = inf
+    far_bytes_per_s: float = inf
 
 
 H200 = DeviceCosts(
@@ -64,8 +67,18 @@ H200 = DeviceCosts(
     launch_s=4e-6,
     token_s=3e-6,
     step_s=0.5e-3,
+    near_bytes=0.54e9,
+    far_bytes_per_s=3.2e12,
 )
-"""FlashInfer's FA3 kernels over folded rows, bf16, head dimension 128; measured 2026-11-30."""
+"""FlashInfer's FA3 over folded rows, bf16, head dimension 128; each kernel alone, in bursts, measured 2026-11-30.
+
+Decode rows have a kernel of their own by now (`decode_kernel`). Its times fit these constants too, as long as a layer
+reads little: one row at 131 072 tokens takes it 123 µs, in the engine. 64 rows on 4 documents of 130 816 tokens take it
+477 to 492 µs alone and 655 in the engine, for a reason that is not shown yet (`docs/log.md`, the last section). Such a
+step was measured there at 24.1 to 26.8 ms, on two machines and with either kernel, where 21.2 would follow from the
+kernels alone. Hence `near_bytes`, what the one row reads, and `far_bytes_per_s`, which leads from there to the 64. They
+say how long these steps take, not why; what lies beyond has not been measured.
+"""
 
 TWO_CORES = DeviceCosts(
     memory_bytes_per_s=12e9,
@@ -110,7 +123,10 @@ class StepCost:
         self._num_body_weights = geometry.num_parameters - num_embeddings
         self._num_head_weights = num_head_weights
         self._bytes_per_element = bytes_per_element
-        self._read_key_s = 2 * geometry.kv_size * bytes_per_element / device.memory_bytes_per_s
+        key_bytes = 2 * geometry.kv_size * bytes_per_element
+        self._read_key_s = key_bytes / device.memory_bytes_per_s
+        self._num_near_keys = device.near_bytes / key_bytes
+        self._further_key_s = key_bytes / device.far_bytes_per_s - self._read_key_s
         partial_bytes = geometry.num_q_heads * (geometry.head_dim * bytes_per_element + 4)
         self._partial_s = 2 * partial_bytes / device.memory_bytes_per_s  # of a token's result from one level, to merge
         self._pair_flops = 4 * geometry.q_size  # a query token meets a key
@@ -189,7 +205,11 @@ class StepCost:
             spans[num_keys] = items + num_items, tokens + num_tokens
             num_item_keys += num_items * num_keys
             num_read_keys += num_keys
-        return _Work(spans, max(num_item_keys * self._even_key_s, num_read_keys * self._read_key_s))
+        return _Work(spans, max(num_item_keys * self._even_key_s, self._read_s(num_read_keys)))
+
+    def _read_s(self, num_keys: int) -> float:
+        """Seconds in which memory gives a layer all its keys and values, each once."""
+        return num_keys * self._read_key_s + max(0.0, num_keys - self._num_near_keys) * self._further_key_s
 
     def _best_segment(self, work: _Work) -> int:
         """Pieces are tried from few to many, until all slots are busy to within two per cent."""

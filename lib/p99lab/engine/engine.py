@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -21,44 +18,23 @@ from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.backends import make_runner
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost, device_costs
-from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent, Usage
-from p99lab.engine.geometry import Geometry
+from p99lab.engine.device_memory import allocate_pool, max_step_tokens, open_device, pool_pages, require_reserved
+from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent
 from p99lab.engine.interrupts import uninterrupted
-from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes, step_bytes
+from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model_store import load
-from p99lab.engine.plan import InFlight, StepPlan
+from p99lab.engine.pipeline import Pipeline
 from p99lab.engine.prompts import Prompt as Prompt
 from p99lab.engine.prompts import check_limits, encode
-from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams, Share
+from p99lab.engine.reconfiguring import changed
+from p99lab.engine.request import FinishReason, IntArray, Request, SamplingParams
 from p99lab.engine.runner import Runner
-from p99lab.engine.scheduler import Change, Scheduler
-from p99lab.engine.stats import EngineStats, StepTimes
+from p99lab.engine.scheduler import Scheduler
+from p99lab.engine.stats import EngineStats
 from p99lab.engine.stepping import StepLoop
-from p99lab.engine.timekeeping import book_end, book_launch, book_step
+from p99lab.engine.telling import LiveRequests, OnEvent, Outbox
 from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError
-
-LOGGER = logging.getLogger(__name__)
-
-OnEvent = Callable[[TokenEvent], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A request between `add` and its last event."""
-
-    request: Request
-    text: OutputText | NoText
-    on_event: OnEvent | None
-
-
-@dataclass(frozen=True, slots=True)
-class Underway:
-    """A step in flight."""
-
-    plan: StepPlan
-    step: InFlight
-    launched_s: float
 
 
 class Engine:
@@ -86,27 +62,22 @@ class Engine:
         clock: Callable[[], float] = time.perf_counter,
         new_runner: Callable[[EngineConfig, Weights, KVPool], Runner] = make_runner,
     ) -> None:
-        dtype, device = getattr(torch, config.model.dtype), _device(config.model.device)
+        dtype, device = getattr(torch, config.model.dtype), open_device(config.model.device)
         weights, self.tokenizer = load(config.model)
         self.geometry = weights.geometry
         page_size = config.cache.page_size
-        self._max_step_tokens = _max_step_tokens(config.scheduler, self.geometry)
-        reserve_bytes = step_bytes(self.geometry, self._max_step_tokens, config.scheduler.max_num_seqs, dtype)
-        num_pages = config.cache.num_pages or affordable_pages(self.geometry, page_size, dtype, device, reserve_bytes)
-        pool = _pool(self.geometry, num_pages, page_size, dtype, device)
+        self._max_step_tokens = max_step_tokens(config.scheduler, self.geometry)  # that memory is reserved for
+        num_pages = pool_pages(config, self.geometry, device)
+        pool = allocate_pool(self.geometry, num_pages, page_size, dtype, device)
         self.config = config
         self.clock = clock
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
         costs = device_costs("cpu" if device.type == "cpu" else torch.cuda.get_device_name(device))
         self._costs = None if costs is None else StepCost(costs, self.geometry, page_size, dtype.itemsize)
-        self._scheduler = self._new_scheduler(config)
+        self._outbox = Outbox()
+        self._requests = LiveRequests(self._outbox, clock)
+        self._pipeline = self._new_pipeline(config)
         self._runner: Runner | None = new_runner(config, weights, pool)
-        self._step_times = StepTimes()
-        self._in_flight: deque[Underway] = deque()  # oldest first; between two calls at most one
-        self._live: dict[str, Live] = {}
-        self._events: list[TokenEvent] = []  # for the next `step`
-        self._outbox: deque[tuple[OnEvent, TokenEvent]] = deque()
-        self._listeners: list[Callable[[], None]] = []
         self._num_added = 0
         self._failure: traceback.TracebackException | None = None
         self._closed = False
@@ -141,17 +112,17 @@ class Engine:
                 self._end_all()
             self._deliver()
             if self._failure is None:
-                self._scheduler.check()
+                self._pipeline.scheduler.check()
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to compute or to tell."""
-        return bool(self.has_requests or self._events)
+        return self.has_requests or self._outbox.has_unclaimed
 
     @property
     def has_requests(self) -> bool:
         """Whether `advance` has something to compute or to take in."""
-        return bool(self._live or self._in_flight)
+        return bool(self._requests) or self._pipeline.has_steps
 
     def encode(self, prompt: Prompt) -> IntArray:
         """Token ids of a prompt, [num_prompt_tokens] int32.
@@ -194,20 +165,15 @@ class Engine:
         check_limits(len(token_ids), sampling, self.geometry)
         with self._lock, uninterrupted():
             self._usable_runner()
+            arrival_s = self.clock() if arrival_s is None else arrival_s
+            page_size = self.config.cache.page_size
             request = Request.create(
-                self._num_added,
-                token_ids,
-                sampling,
-                self.clock() if arrival_s is None else arrival_s,
-                self.config.cache.page_size,
-                request_id,
-                priority,
-                deadline_s,
+                self._num_added, token_ids, sampling, arrival_s, page_size, request_id, priority, deadline_s
             )
-            self._scheduler.add(request)
+            self._pipeline.scheduler.add(request)
             self._num_added += 1
             text = OutputText(self.tokenizer.detokenizer(), sampling.stop) if detokenize else NoText()
-            self._live[request.request_id] = Live(request, text, on_event)
+            self._requests.add(request, text, on_event)
             return request.request_id
 
     def step(self) -> list[TokenEvent]:
@@ -220,8 +186,7 @@ class Engine:
         """
         with self._lock:
             self.advance()
-            events, self._events = self._events, []
-            return events
+            return self._outbox.take_unclaimed()
 
     def advance(self) -> None:
         """`step`, but events without `on_event` are left for whoever calls `step` next."""
@@ -230,7 +195,7 @@ class Engine:
                 with uninterrupted():
                     runner = self._usable_runner()
                     with self._vouched():
-                        self._compute(runner)
+                        self._pipeline.advance(runner.launch)
             finally:
                 self._deliver()
 
@@ -248,12 +213,12 @@ class Engine:
         """
         with self._lock:
             with uninterrupted():
-                live = self._live.get(request_id)
-                if live is not None:
-                    self._abort(live, FinishReason.CANCELLED)
-                    self._scheduler.finish(live.request, FinishReason.CANCELLED)
+                request = self._requests.get(request_id)
+                if request is not None:
+                    self._requests.abort(request, FinishReason.CANCELLED, self._pipeline.running)
+                    self._pipeline.scheduler.finish(request, FinishReason.CANCELLED)
             self._deliver()
-            return live is not None
+            return request is not None
 
     def quiesce(self) -> None:
         """Cancel whatever is left, also what clients have asked for but the step loop has not taken in yet.
@@ -267,10 +232,10 @@ class Engine:
         if loop is not None:
             loop.wait_for_inbox()
         with self._lock:
-            for request_id in list(self._live):
-                self.cancel(request_id)
+            for request in self._requests:
+                self.cancel(request.request_id)
             self._settle()
-            self._events.clear()
+            self._outbox.take_unclaimed()
             self.check()
 
     def generate(
@@ -301,7 +266,7 @@ class Engine:
             for completion in completions:
                 self.cancel(completion.request_id)
             with self._lock:
-                if not self._live:
+                if not self._requests:
                     self._settle()
         if any(completion.finish_reason is FinishReason.ERROR for completion in completions):
             self._usable_runner()  # another thread's step has failed: says so
@@ -365,16 +330,17 @@ class Engine:
         It is called in the thread that has done it, must not raise, and must not wait for another that uses the engine.
         """
         with self._lock:
-            self._listeners.append(listener)
+            self._outbox.listeners.append(listener)
         try:
             yield
         finally:
             with self._lock:
-                self._listeners.remove(listener)
+                self._outbox.listeners.remove(listener)
 
     def stats(self) -> EngineStats:
         """Counters since the start, pages by state, and step times."""
-        return EngineStats.of(self._scheduler, self._tree.pool, self._step_times)
+        pipeline = self._pipeline  # once: another thread may reconfigure
+        return EngineStats.of(pipeline.scheduler, self._tree.pool, pipeline.step_times)
 
     def check(self) -> None:
         """Prove that pages and requests add up. Its cost grows with the cache, so it is not part of a step.
@@ -384,7 +350,7 @@ class Engine:
         """
         with self._lock:
             self._usable_runner()
-            self._scheduler.check()
+            self._pipeline.scheduler.check()
 
     def forget_except(self, prefixes: Sequence[IntArray]) -> None:
         """Evict all cached pages but those of `prefixes`: the cache as if only these had been primed."""
@@ -412,41 +378,22 @@ class Engine:
         """
         with self._lock, uninterrupted():
             runner = self._usable_runner()
-            if self._live:
+            self._settle()  # what this tells may bring new requests
+            if self._requests:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
-            self._settle()
-            parts = self.config.model_dump()
-            if scheduler is not None:
-                parts["scheduler"] = scheduler.model_dump()
-            if grouping is not None:
-                parts["grouping"] = grouping.model_dump()
-            if prefix_cache is not None:
-                parts["cache"]["prefix_cache"] = prefix_cache
-            if attention is not None:
-                parts["attention"] = attention.model_dump()
-            if graphs is not None:
-                if graphs.max_num_tokens != self.config.graphs.max_num_tokens:
-                    raise BadParameterError("graphs: 'max_num_tokens' is fixed when the engine starts")
-                parts["graphs"] = graphs.model_dump()
-            config = EngineConfig.parse(parts)
-            self._require_reserve(config)
-            new_scheduler = self._new_scheduler(config)
+            config = changed(self.config, scheduler, grouping, prefix_cache, attention, graphs)
+            require_reserved(config, self.geometry, self._max_step_tokens)
+            pipeline = self._new_pipeline(config)
             if attention is not None or graphs is not None:
                 runner.reconfigure(attention, graphs)
             self.config = config
             self._tree.enabled = config.cache.prefix_cache
-            self._scheduler = new_scheduler
-            self._step_times = StepTimes()
+            self._pipeline = pipeline
             self._deliver()
 
-    def _require_reserve(self, config: EngineConfig) -> None:
-        num_tokens = _max_step_tokens(config.scheduler, self.geometry)
-        if config.model.device != "cpu" and num_tokens > self._max_step_tokens:
-            reserved = f"memory is reserved for {self._max_step_tokens}, the most at the engine's start"
-            raise BadParameterError(f"steps of up to {num_tokens} tokens: {reserved}")
-
-    def _new_scheduler(self, config: EngineConfig) -> Scheduler:
-        return Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
+    def _new_pipeline(self, config: EngineConfig) -> Pipeline:
+        scheduler = Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
+        return Pipeline(scheduler, self._requests, config.scheduler.overlap, self.clock)
 
     def _usable_runner(self) -> Runner:
         """The runner of an engine that can still be used.
@@ -466,48 +413,12 @@ class Engine:
             raise EngineClosedError("the engine is closed")
         return self._runner
 
-    def _compute(self, runner: Runner) -> None:
-        """Launch the next step; then take in the oldest one in flight, unless it is that one and may overlap."""
-        num_overlapping = int(self._launch(runner) and self.config.scheduler.overlap)
-        if len(self._in_flight) > num_overlapping:
-            self._take_in()
-
-    def _launch(self, runner: Runner) -> bool:
-        """False: there is nothing to launch, or not before a step in flight is taken in."""
-        began_s = self.clock()
-        plan = self._scheduler.schedule(began_s)
-        planned_s = self.clock()
-        self._step_times.schedule_s += planned_s - began_s
-        if plan is None:
-            return False
-        if not self._in_flight:
-            book_launch(self._scheduler.turn, planned_s)
-        self._in_flight.append(Underway(plan, runner.launch(plan), planned_s))
-        self._step_times.launch_s += self.clock() - planned_s
-        return True
-
-    def _take_in(self) -> None:
-        """Wait for the oldest step in flight, and tell what it has sampled."""
-        oldest = self._in_flight[0]
-        began_s = self.clock()
-        result = oldest.step.result()
-        ended_s = self.clock()
-        self._in_flight.popleft()
-        next_admitted = self._scheduler.turn.admitted if self._in_flight else ()
-        book_step(self._scheduler.running, oldest.plan, next_admitted, ended_s)
-        for change in self._scheduler.update(result):
-            self._tell(change)
-        self._step_times.add(oldest.plan.num_tokens, oldest.launched_s, ended_s)
-        self._step_times.device_s += result.device_s or 0.0
-        self._step_times.wait_s += ended_s - began_s
-        self._step_times.update_s += self.clock() - ended_s
-
     def _settle(self) -> None:
         """Take in what is in flight, so that requests that have ended hold no pages."""
-        while self._in_flight:
+        while self._pipeline.has_steps:
             try:
                 with uninterrupted(), self._vouched():
-                    self._take_in()
+                    self._pipeline.take_in()
             finally:
                 self._deliver()
 
@@ -526,87 +437,11 @@ class Engine:
 
     def _end_all(self) -> None:
         """The end of the engine: all its requests end with an error, and its memory is given up."""
-        for underway in self._in_flight:
-            with suppress(Exception):  # a device that has failed says so again
-                underway.step.abandon()
-        for live in [*self._live.values()]:
-            self._abort(live, FinishReason.ERROR)
-        self._in_flight.clear()
+        running = self._pipeline.running
+        self._pipeline.abandon()
+        for request in self._requests:
+            self._requests.abort(request, FinishReason.ERROR, running)
         self._runner = None
 
     def _deliver(self) -> None:
-        """Call back with what has happened, in its order; callbacks may make more happen."""
-        while self._outbox:
-            on_event, event = self._outbox.popleft()
-            try:
-                on_event(event)
-            except Exception:
-                LOGGER.exception("on_event of '%s' has raised: the request is cancelled", event.request_id)
-                self.cancel(event.request_id)
-        for listener in self._listeners:
-            listener()
-
-    def _tell(self, change: Change) -> None:
-        """Turn a sampled token into an event, ending the request where a stop string is complete."""
-        request = change.request
-        live = self._live[request.request_id]
-        now_s = self.clock()
-        if request.timeline.first_token_s is None:
-            request.timeline.first_token_s = now_s
-        hidden = request.finish_reason is FinishReason.STOP  # an end-of-sequence or stop id is no text
-        text = "" if hidden else live.text.push(change.token_id)
-        if live.text.stopped:
-            self._scheduler.finish(request, FinishReason.STOP)
-        reason = FinishReason.STOP if live.text.stopped else request.finish_reason
-        event = TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs)
-        if request.num_output_tokens == 1 and request.prompt_logprobs:
-            event = replace(event, prompt_logprobs=tuple(request.prompt_logprobs))
-        if reason is None:
-            self._post(live, event)
-        else:
-            request.timeline.book(Share.SCHEDULING, now_s)
-            self._end(live, replace(event, text=text + live.text.flush()), reason)
-
-    def _abort(self, live: Live, reason: FinishReason) -> None:
-        """Tell a request's end outside a step, to its client alone."""
-        now_s = self.clock()
-        book_end(live.request, self._in_flight[0].plan if self._in_flight else None, now_s)
-        self._end(live, TokenEvent(live.request.request_id, None, "", now_s), reason)
-
-    def _end(self, live: Live, event: TokenEvent, reason: FinishReason) -> None:
-        """Post a request's last event, with its bill."""
-        request = live.request
-        timeline = request.timeline
-        timeline.finished_s = timeline.accounted_s
-        usage = Usage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens, timeline)
-        del self._live[request.request_id]
-        self._post(live, replace(event, time_s=timeline.finished_s, finish_reason=reason, usage=usage))
-
-    def _post(self, live: Live, event: TokenEvent) -> None:
-        if live.on_event is None:
-            self._events.append(event)
-        else:
-            self._outbox.append((live.on_event, event))
-
-
-def _max_step_tokens(config: SchedulerConfig, geometry: Geometry) -> int:
-    """`stock` computes the longest prompt there can be in one step."""
-    is_stock = config.composition == "stock"
-    return max(config.max_num_batched_tokens, geometry.max_position_embeddings if is_stock else 0)
-
-
-def _pool(geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> KVPool:
-    try:
-        return KVPool.allocate(geometry, num_pages, page_size, dtype, device)
-    except (MemoryError, torch.OutOfMemoryError):
-        gib = num_pages * page_bytes(geometry, page_size, dtype) / 2**30
-        raise BadParameterError(f"a pool of {num_pages} pages takes {gib:.1f} GiB, more than '{device}' has") from None
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise BadParameterError(f"device '{name}' cannot be used: {str(error).splitlines()[0]}") from None
-    return device
+        self._outbox.deliver(self.cancel)

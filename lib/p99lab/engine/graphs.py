@@ -3,7 +3,8 @@
 A graph is captured for a number of tokens and a number of partial attention results (`GraphShape`), over buffers that
 every later step fills anew: inputs, and the lists that attention works through. What it reads there decides which pages
 are attended to and how they are shared, so replaying never depends on the plan at capture (TensorRT-LLM issue 18769).
-Missing tokens of a smaller step store nothing and are attended to by nobody.
+Missing tokens of a smaller step store nothing and are attended to by nobody. All graphs leave their logits in one
+buffer: a graph's own would be kept for it alone, [rows, vocab] of float32 each.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: torch.Tensor  # int32: token ids, positions, sources, rows that sample, each aligned
     lists: torch.Tensor  # int32, see GraphAttention
-    logits: torch.Tensor  # [num_samples, vocab] float32
+    logits: torch.Tensor  # [num_samples, vocab] float32, the beginning of the buffer that all graphs share
 
     def replay(self, num_samples: int) -> torch.Tensor:
         """Launch the step that was prepared. Returns [num_samples, vocab] float32, valid until the next launch."""
@@ -74,6 +75,8 @@ class StepGraphs:
     ) -> None:
         self._model, self._attention, self._sampled = model, attention, sampled
         self._memory: Any = None  # torch's handle of the graphs' pool
+        most = max(shape.num_samples for shape in wanted)
+        self._logits = torch.empty(most, model.geometry.vocab_size, dtype=torch.float32, device=sampled.device)
         self._captured = [self._capture(shape) for shape in reversed(wanted)][::-1]
 
     @property
@@ -103,21 +106,27 @@ class StepGraphs:
         nothing = np.empty(0, np.int32)
         inputs = torch.zeros(4 * (shape.num_tokens + ALIGNMENT), dtype=torch.int32, device=device)
         lists = torch.zeros(self._attention.list_elements(shape), dtype=torch.int32, device=device)
+        logits = self._logits[: shape.num_samples]
         parts = upload(_padded([nothing] * 3, nothing, shape), device, inputs)
         self._attention.plan_graph(EMPTY_STEP, [(shape, lists)])
-        self._forward(*parts)  # compiles and loads what capturing must not
+        self._forward(logits, *parts)  # compiles and loads what capturing must not
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # other engines may step
-            logits = self._forward(*parts)
+            self._forward(logits, *parts)
         self._memory = graph.pool()
         return Captured(shape, graph, inputs, lists, logits)
 
     def _forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, sources: torch.Tensor, samples: torch.Tensor
-    ) -> torch.Tensor:
+        self,
+        logits: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        sources: torch.Tensor,
+        samples: torch.Tensor,
+    ) -> None:
         known = resolved(token_ids, sources, self._sampled)
-        return self._model.logits(self._model.forward(known, positions, self._attention)[samples])
+        self._model.logits(self._model.forward(known, positions, self._attention)[samples], out=logits)
 
 
 def resolved(token_ids: torch.Tensor, sources: torch.Tensor, sampled: torch.Tensor) -> torch.Tensor:

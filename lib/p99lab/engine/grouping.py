@@ -11,7 +11,7 @@ bisection: a few comparisons, where reading them takes thousands.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 from p99lab.engine.costs import StepCost
@@ -55,14 +55,6 @@ def arrange(
     if costs is not None and costs.attention_of_s(rows, groups) > costs.attention_of_s(rows, ()):
         groups = []
     return order, tuple(groups)
-
-
-def group_rows(
-    rows: Sequence[Row], page_size: int, min_shared_tokens: int, costs: StepCost | None = None
-) -> tuple[PrefixGroup, ...]:
-    """The groups of `arrange` for rows that stay in their order."""
-    order, groups = arrange(rows, page_size, min_shared_tokens, costs)
-    return tuple(replace(group, rows=tuple(sorted(order[i] for i in group.rows))) for group in groups)
 
 
 def _readers(levels: Sequence[Level], num_tokens: Sequence[int]) -> list[list[int]]:

@@ -48,9 +48,13 @@ class LlamaModel:
             delta = layer.feed_forward(hidden, delta)
         return hidden if delta is None else hidden.add_(delta)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Scores of the next token. hidden: [R, hidden] as `forward` returned it; returns [R, vocab] float32."""
-        return self._lm_head.of_norm(hidden, None, self._final_norm).float()
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of the next token, [R, vocab] float32: in `out` if there is one, else new.
+
+        hidden: [R, hidden] as `forward` returned it.
+        """
+        scores = self._lm_head.of_norm(hidden, None, self._final_norm)
+        return scores.float() if out is None else out.copy_(scores)
 
 
 class Layer:

@@ -49,23 +49,10 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torc
     return chosen
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> tuple[list[int], list[Logprobs | None]]:
-    """`choose`, waited for.
-
-    Returns:
-        R token ids, and for rows that ask for them the log-probabilities of the model itself (before temperature and
-        truncation, as the OpenAI API has them).
-    """
-    chosen = choose(logits, rows, default_seed)
-    token_ids: list[int] = chosen.tolist()  # the step's one host synchronisation
-    logprobs: list[Logprobs | None] = [None] * len(rows)
-    for i, scores in score_rows(logits, rows, chosen).items():
-        (logprobs[i],) = scores.as_logprobs()
-    return token_ids, logprobs
-
-
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Scores:
     """The model's log-probabilities of given tokens, and of the `num_top` most probable ones beside each.
+
+    They are the model's own, before temperature and truncation, as the OpenAI API has them.
 
     Args:
         logits: [R, vocab] float32; left as it is.

@@ -103,7 +103,8 @@ class Scheduler:
         self._grouping = grouping
         self._policy = POLICIES[config.policy]
         self._grouping_costs = costs if grouping.decide_by == "cost" else None
-        self._admission = Admission(tree, config.max_hold_s, grouping.min_shared_tokens)
+        urgency = URGENCIES[config.policy]
+        self._admission = Admission(tree, config.max_hold_s, grouping.min_shared_tokens, urgency)
         self._composition = self._compose(config, costs)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}

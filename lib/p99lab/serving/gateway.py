@@ -37,7 +37,7 @@ def main() -> None:
 async def _serve(order: GatewayOrder) -> None:
     async with remote_engine(order.address) as engine:
         listening = socket.socket(fileno=order.listening_fd)
-        server = Server(engine, order.model, listening, order.drain_timeout_s, order.api_key)
+        server = Server(engine, order.model, listening, order.drain_timeout_s, order.api_key, order.gateway)
         with _stopping(server):
             watching = asyncio.create_task(_stop_with(engine.gone, server))
             await server.run(lambda: _say(READY))

@@ -95,7 +95,9 @@ def gateways(
             drain_timeout_s=drain_timeout_s,
             api_key=api_key,
         )
-        processes = [leaving.enter_context(_started(order)) for _ in range(num_gateways)]
+        numbers = range(1, num_gateways + 1) if num_gateways > 1 else (None,)
+        orders = [order.model_copy(update={"gateway": number}) for number in numbers]
+        processes = [leaving.enter_context(_started(each)) for each in orders]
         running = Gateways(processes, drain_timeout_s)
         try:
             yield running

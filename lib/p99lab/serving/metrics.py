@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,27 +16,26 @@ SHORT_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 
 
 class Metrics:
-    """The metrics of one server, in a registry of their own. Times begin when a request's body has arrived."""
+    """The metrics of one server, in a registry of their own. Times begin when a request's body has arrived.
 
-    def __init__(self, engine: OfferedEngine) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine))
+    `labels` are put on what this server itself has counted and timed, not on what the engine has.
+    """
+
+    def __init__(self, engine: OfferedEngine, labels: Mapping[str, str]) -> None:
+        own = CollectorRegistry()
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine))
+        self._registry.register(Labelled(own, labels))
         self._requests = Counter(
-            "p99lab_requests", "HTTP requests by path and how they ended", ("path", "outcome"), registry=self.registry
+            "p99lab_requests", "HTTP requests by path and how they ended", ("path", "outcome"), registry=own
         )
-        self._prompt_tokens = Counter(
-            "p99lab_prompt_tokens", "Tokens of prompts that were answered", registry=self.registry
-        )
-        self._generated_tokens = Counter("p99lab_generated_tokens", "Tokens sampled", registry=self.registry)
+        self._prompt_tokens = Counter("p99lab_prompt_tokens", "Tokens of prompts that were answered", registry=own)
+        self._generated_tokens = Counter("p99lab_generated_tokens", "Tokens sampled", registry=own)
         self._ttft = Histogram(
-            "p99lab_time_to_first_token_seconds", "Arrival to first token", registry=self.registry, buckets=LONG_S
+            "p99lab_time_to_first_token_seconds", "Arrival to first token", registry=own, buckets=LONG_S
         )
-        self._itl = Histogram(
-            "p99lab_inter_token_latency_seconds", "Token to token", registry=self.registry, buckets=SHORT_S
-        )
-        self._e2e = Histogram(
-            "p99lab_e2e_latency_seconds", "Arrival to last token", registry=self.registry, buckets=LONG_S
-        )
+        self._itl = Histogram("p99lab_inter_token_latency_seconds", "Token to token", registry=own, buckets=SHORT_S)
+        self._e2e = Histogram("p99lab_e2e_latency_seconds", "Arrival to last token", registry=own, buckets=LONG_S)
 
     def count(self, path: str, outcome: str) -> None:
         """One HTTP request has ended."""
@@ -60,7 +59,7 @@ class Metrics:
 
     def render(self) -> bytes:
         """In Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._registry)
 
 
 class Watch:
@@ -81,6 +80,19 @@ class Watch:
             self._last_s = event.time_s
         if event.finish_reason is not None:
             self._metrics.end(event.time_s - self._arrival_s)
+
+
+class Labelled(Collector):
+    """What a registry collects, each sample with more labels."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str]) -> None:
+        self._registry = registry
+        self._labels = labels
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample._replace(labels={**sample.labels, **self._labels}) for sample in metric.samples]
+            yield metric
 
 
 class EngineCollector(Collector):

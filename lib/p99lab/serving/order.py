@@ -11,7 +11,8 @@ FAILED = "failed: "
 
 
 class GatewayOrder(StrictModel):
-    """`address`: of the engine's socket. `listening_fd`: an inherited socket on which clients are accepted.
+    """`address`: of the engine's socket. `listening_fd`: an inherited socket on which clients are accepted. `gateway`:
+    this one's number from 1, where several share that socket.
 
     It goes through a pipe: the key is on no command line and in no environment.
     """
@@ -21,3 +22,4 @@ class GatewayOrder(StrictModel):
     model: str
     drain_timeout_s: float = Field(ge=0)
     api_key: str | None = None
+    gateway: int | None = Field(None, ge=1)

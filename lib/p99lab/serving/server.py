@@ -24,6 +24,7 @@ class Server:
     Args:
         drain_timeout_s: how long `stop` lets running requests finish.
         api_key: what clients must show; None: nothing.
+        gateway: see `Service`.
     """
 
     def __init__(
@@ -33,9 +34,10 @@ class Server:
         listening: socket.socket,
         drain_timeout_s: float,
         api_key: str | None = None,
+        gateway: int | None = None,
     ) -> None:
         self.url = sockets.url(listening)
-        self._service = Service(engine, model, api_key)
+        self._service = Service(engine, model, api_key, gateway)
         self._listening = listening
         self._drain_timeout_s = drain_timeout_s
         self._stopping = asyncio.Event()

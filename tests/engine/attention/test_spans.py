@@ -13,10 +13,10 @@ from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.attention.shape import GraphShape
 from p99lab.engine.attention.softmax import attend_plain, merge
 from p99lab.engine.attention.spans import MAX_PRIVATE_KEYS, SpanPlan, Split, plan_spans, token_slots
-from p99lab.engine.grouping import group_rows
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.plan import Row, StepPlan
 from p99lab.engine.request import SamplingParams
+from tests.engine.grouped import group_rows
 
 PAGE_SIZE, NUM_PAGES = 4, 200
 

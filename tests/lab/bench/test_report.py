@@ -12,7 +12,10 @@ from p99lab.errors import BadParameterError
 from p99lab.lab.bench import plan, report
 from p99lab.lab.bench.rows import BenchRow
 
-KEYS = ["name", "value", "unit", "floor", "ratio_to_floor", "peer", "peer_value", "ratio_to_peer", "n", "bar", "note"]
+KEYS = [
+    *("name", "value", "unit", "floor", "ratio_to_floor", "peer", "peer_value", "ratio_to_peer"),
+    *("n", "bar", "note", "detail"),
+]
 
 
 def test_json_has_the_published_shape() -> None:
@@ -49,6 +52,17 @@ def test_a_bar_is_held_or_missed_and_files_say_so(tmp_path: Path) -> None:
     assert len(lines) == 2 + len(rows)
     assert {line.count("|") for line in lines} == {12}
     assert "| ≤ 8.9 | missed |" in lines[3]
+
+
+def test_details_are_in_files_and_not_in_tables_and_a_missing_value_says_why(tmp_path: Path) -> None:
+    rows = [BenchRow("a, first of many", 8.8, "ms", detail=True), BenchRow("a", math.nan, "ms", note="no compiler")]
+    report.write(tmp_path, "h200", rows)
+    assert [row["value"] for row in json.loads((tmp_path / "bench_h200.json").read_bytes())["rows"]] == [8.8, None]
+    assert pq.read_table(tmp_path / "bench_h200.parquet")["value"].to_pylist() == [8.8, None]
+    (line,) = (tmp_path / "bench_h200.md").read_text().splitlines()[2:]
+    assert line.startswith("| a | – |")
+    assert "no compiler" in line
+    assert report.table(rows).row_count == 1
 
 
 def test_an_unknown_benchmark_is_named_with_its_nearest() -> None:

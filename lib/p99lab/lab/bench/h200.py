@@ -16,14 +16,18 @@ from pathlib import Path
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.model_store import check
 from p99lab.errors import P99labError
-from p99lab.lab.bench import h200_http, h200_transformers
+from p99lab.lab.bench import h200_closed, h200_compile, h200_groups, h200_http, h200_transformers
 from p99lab.lab.bench.h200_engine import Ours, Steps
-from p99lab.lab.bench.h200_floors import Rates, Work, floor_s
+from p99lab.lab.bench.h200_floors import ELEMENT_BYTES, Rates, Work, floor_s
 from p99lab.lab.bench.h200_http import Sample, Tell
+from p99lab.lab.bench.h200_runner import BenchRunner, reachable
 from p99lab.lab.bench.h200_sizes import (
+    APART,
     BARS_MS,
+    BEFORE_DOCUMENTS,
     BESIDE_TRANSFORMERS,
     CASES,
+    FAKE,
     ON_DOCUMENTS,
     OVER_HTTP,
     SHORT_TIMES_FLOOR,
@@ -37,7 +41,6 @@ from p99lab.observe.ceilings import Sizes, ceilings, device_ceilings
 
 DEVICE_SIZES = Sizes(buffer_mib=4096, matmul_size=8192, disk_mib=1, launches=1000, repeats=7)
 HOST_SIZES = Sizes(buffer_mib=64, matmul_size=512, disk_mib=1, launches=1, repeats=3)
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(slots=True)
@@ -66,26 +69,42 @@ def rows(
         ModelError: the model is not there.
         BadParameterError: the device cannot be used.
     """
-    from p99lab.engine.engine import Engine
-
     geometry = check(bench.model)
     peers = measure_peers(bench, cases, vllm, tell)
     tell("ceilings of this machine")
     yield from (found := _Ceilings.measured(bench)).rows
     report = _Report(bench, geometry, found.rates, peers)
+    if "compile" in cases:
+        tell(f"compile: {CASES['compile']}")
+        yield from h200_compile.rows(bench, geometry, found.rates)
+    if not cases - APART:
+        return
     tell("starting the engine")
-    with Engine(bench.engine) as engine:
+    with reachable(bench.engine) as (engine, runner):
+        if "groups" in cases:
+            tell(f"groups: {CASES['groups']}")
+            yield from h200_groups.rows(bench, runner, geometry, found.rates)
         ours = Ours(bench, engine)
         if cases & ON_DOCUMENTS:
             tell(f"priming {bench.num_documents} documents")
-            ours.prime()
-        for case in (name for name in CASES if name in cases - OVER_HTTP):
+            prime(bench, ours, runner)
+        for case in (name for name in CASES if name in cases - OVER_HTTP - APART - BEFORE_DOCUMENTS):
             tell(f"{case}: {CASES[case]}")
             yield from report.in_process(case, ours)
         if cases & OVER_HTTP:
             with served(engine) as url:
                 samples = h200_http.measure(bench, cases, endpoint(url, OUR_MODEL), prime=False, tell=tell)
             yield from (report.row(case, sample.p50_s, sample.n) for case, sample in samples.items())
+
+
+def prime(bench: H200Bench, ours: Ours, runner: BenchRunner) -> None:
+    """Enter the documents into the cache: computed, or at once over random keys and values."""
+    if bench.primed == "real":
+        ours.prime()
+        return
+    runner.fill(bench.seed)
+    with runner.without_computing():
+        ours.prime()
 
 
 def measure_peers(
@@ -161,13 +180,16 @@ class _Report:
                 yield BenchRow(f"{case}: device, a step in the mean", 1e3 * steps.device_s, "ms", n=steps.n)
             yield BenchRow(f"{case}: host, a step", 1e3 * steps.host_s, "ms", n=steps.n)
             yield BenchRow(f"{case}: time without a step", 100 * steps.idle_share, "%", n=steps.n)
+        elif case == "closed-idle":
+            found = h200_closed.measure(self.bench, ours.engine, ours.documents)
+            yield from h200_closed.rows(self.bench, found, self._floor_s(case))
         else:
             times = {"questions-64": ours.questions, "prefill": ours.prefill, "warm": ours.warm}[case]()
             yield self.row(case, statistics.median(times), len(times))
 
     def row(self, case: str, seconds: float, n: int) -> BenchRow:
         """A case's own row."""
-        floor = 1e3 * floor_s(self.geometry, _work(case, self.bench), self.rates, ELEMENT_BYTES[self.bench.dtype])
+        floor = 1e3 * self._floor_s(case)
         peer, sample, note = self.peers.of(case)
         theirs = None if sample is None else 1e3 * sample.p50_s
         return BenchRow(
@@ -181,8 +203,11 @@ class _Report:
             ratio_to_peer=None if theirs is None else theirs / (1e3 * seconds),
             n=n,
             bar=self._bar(case, floor),
-            note=note,
+            note=note or (FAKE if self.bench.primed == "fake" and case in ON_DOCUMENTS else None),
         )
+
+    def _floor_s(self, case: str) -> float:
+        return floor_s(self.geometry, _work(case, self.bench), self.rates, ELEMENT_BYTES[self.bench.dtype])
 
     def _bar(self, case: str, floor: float) -> float | None:
         """Milliseconds; only for the sizes that the bars are stated for."""
@@ -199,8 +224,8 @@ def _work(case: str, bench: H200Bench) -> Work:
     private = bench.question_len + bench.answer_len // 2
     shared = Work.decode_shared(bench.num_requests, bench.num_documents, bench.document_len, private)
     question = Work.questions(1, 1, bench.document_len, bench.question_len)
-    questions = Work.questions(bench.num_requests, bench.num_documents, bench.document_len, bench.question_len)
     apart = Work.decode_apart(bench.num_requests, bench.short_len)
+    asked = (bench.num_requests, bench.num_documents, bench.document_len, bench.question_len)
     works = {
         "decode-1": Work.decode_alone(bench.context_len - bench.num_alone_steps // 2),
         "itl-1": Work.decode_alone(bench.document_len + private),
@@ -208,7 +233,8 @@ def _work(case: str, bench: H200Bench) -> Work:
         "itl-64": shared,
         "decode-short": apart,
         "itl-short": apart,
-        "questions-64": questions,
+        "questions-64": Work.questions(*asked),
+        "closed-idle": Work.answers(*asked, bench.closed_answer_len),
         "prefill": Work.prefill(bench.context_len),
         "cold": Work.prefill(bench.context_len),
         "warm": question,

@@ -6,21 +6,21 @@ values of every distinct token that is attended to, however many requests attend
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from p99lab.engine.geometry import Geometry
+
+ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Ceilings: bytes per second of device memory (a copy's reads and writes), FLOP per second of a large product.
-
-    `attention_flops_per_s`: of a causal prefill, where a kernel's own ceiling is known; else a product's.
-    """
+    """Ceilings: bytes per second of device memory (a copy's reads and writes), FLOP per second of a large product."""
 
     bytes_per_s: float
     flops_per_s: float
-    attention_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,29 @@ class Work:
         return cls(num_tokens, num_requests, num_documents * document_len, pairs)
 
     @classmethod
+    def answers(
+        cls, num_requests: int, num_documents: int, document_len: int, question_len: int, answer_len: int
+    ) -> Work:
+        """Whole requests: each one's question and answer, as if decode rows rode the reading that questions need
+        anyway. So long does a closed load of these requests take for a round at least."""
+        num_tokens = question_len + answer_len - 1  # the last token of an answer is not computed
+        pairs = num_tokens * document_len + num_tokens * (num_tokens + 1) // 2
+        num_kv_tokens = num_documents * document_len + num_requests * num_tokens
+        return cls(num_requests * num_tokens, num_requests * answer_len, num_kv_tokens, num_requests * pairs)
+
+    @classmethod
     def prefill(cls, num_tokens: int) -> Work:
         """A prompt that nothing is known of."""
         return cls(num_tokens, 1, 0, num_tokens * (num_tokens + 1) // 2)
 
 
 def floor_s(geometry: Geometry, work: Work, rates: Rates, element_bytes: int = 2) -> float:
-    """Seconds of the work, were nothing lost: memory and arithmetic at once, each at its ceiling."""
-    attention_rate = rates.attention_flops_per_s or rates.flops_per_s
-    compute_s = product_flops(geometry, work) / rates.flops_per_s + attention_flops(geometry, work) / attention_rate
-    return max(read_bytes(geometry, work, element_bytes) / rates.bytes_per_s, compute_s)
+    """Seconds of the work, were nothing lost: memory and arithmetic at once, each at its ceiling.
+
+    Attention counts at the rate of a large product, which no attention kernel reaches.
+    """
+    flops = product_flops(geometry, work) + attention_flops(geometry, work)
+    return max(read_bytes(geometry, work, element_bytes) / rates.bytes_per_s, flops / rates.flops_per_s)
 
 
 def read_bytes(geometry: Geometry, work: Work, element_bytes: int = 2) -> float:
@@ -83,6 +96,12 @@ def product_flops(geometry: Geometry, work: Work) -> float:
 def attention_flops(geometry: Geometry, work: Work) -> float:
     """Scores and weighted values of each pair, in every query head of every layer."""
     return 4.0 * geometry.num_layers * geometry.q_size * work.num_pairs
+
+
+def layer_floor_s(geometry: Geometry, num_tokens: int, rates: Rates, element_bytes: int = 2) -> float:
+    """Seconds of one layer's matrix products."""
+    weights = layer_weights(geometry) / geometry.num_layers
+    return max(element_bytes * weights / rates.bytes_per_s, 2.0 * weights * num_tokens / rates.flops_per_s)
 
 
 def layer_weights(geometry: Geometry) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,9 @@ CASES: Mapping[str, str] = MappingProxyType(
         "questions-64": "a question each on the documents",
         "prefill": "TTFT, cold prompt, in process",
         "warm": "TTFT, known document, in process",
+        "closed-idle": "GPU idle, closed load, in process",
+        "groups": "step with groups ÷ without, the slowest",
+        "compile": "a layer without attention, by torch.compile and by us",
         "itl-1": "ITL over HTTP, 1 client",
         "itl-64": "ITL over HTTP, all on the documents",
         "itl-short": "ITL over HTTP, nothing shared",
@@ -30,7 +33,9 @@ CASES: Mapping[str, str] = MappingProxyType(
 )
 OVER_HTTP = frozenset({"itl-1", "itl-64", "itl-short", "cold", "ttft-1"})
 BESIDE_TRANSFORMERS = frozenset({"decode-1", "prefill"})
-ON_DOCUMENTS = frozenset(CASES) - {"decode-short", "prefill", "itl-short", "cold"}
+APART = frozenset({"compile"})  # in a process of its own, before the engine's
+BEFORE_DOCUMENTS = frozenset({"groups"})  # it overwrites the pool
+ON_DOCUMENTS = frozenset(CASES) - APART - BEFORE_DOCUMENTS - {"decode-short", "prefill", "itl-short", "cold"}
 BARS_MS: Mapping[str, float] = MappingProxyType(  # on one H200, at the default sizes
     {
         "decode-1": 8.9,
@@ -44,6 +49,13 @@ BARS_MS: Mapping[str, float] = MappingProxyType(  # on one H200, at the default 
     }
 )
 SHORT_TIMES_FLOOR = 1.25  # the bar of decode-short, and vLLM's own time
+IDLE_BAR = 3.0  # per cent, of closed-idle
+GROUPS_BAR = 1.03  # times the same step without groups
+FAKE = "documents' keys and values are random, not computed"
+
+Way = Literal["own", "eager", "default", "max-autotune-no-cudagraphs", "max-autotune"]
+"""A decoder layer's products: our kernels, plain torch, or torch.compile in one of its modes."""
+Sizes = tuple[Annotated[int, Field(ge=1)], ...]
 
 
 class H200Bench(StrictModel):
@@ -68,6 +80,19 @@ class H200Bench(StrictModel):
     num_transformers_steps: int = Field(20, ge=1)
     chunk_tokens: int = Field(8192, ge=1)
     transformers: bool = True
+    primed: Literal["real", "fake"] = "real"  # fake: documents' keys and values are random, nobody computes them
+    closed_s: float = Field(20.0, gt=0)  # of the closed load, after `closed_warmup_s`
+    closed_warmup_s: float = Field(3.0, gt=0)
+    closed_answer_len: int = Field(16, ge=1)
+    closed_chunk_tokens: int | None = Field(None, ge=1)  # None: as notebook 01 has it in its tier h200
+    closed_max_step_s: float | None = Field(None, gt=0)  # None: likewise
+    group_requests: Sizes = (1, 2, 8, 16, 64)
+    group_documents: Sizes = (1, 2, 4, 16, 64)  # where there are as many requests
+    group_prefixes: Sizes = (256, 2048, 16_384, 131_072)  # where the pool holds as many documents
+    group_cell_s: float = Field(0.25, gt=0)  # of each step's repeats
+    compile_tokens: Sizes = (1, 64, 512, 4096)
+    compile_ways: tuple[Way, ...] = ("own", "eager", "default", "max-autotune-no-cudagraphs", "max-autotune")
+    compile_budget_s: float = Field(70.0, gt=0)  # nothing is begun after it; what has begun may take 20 more
     seed: int = Field(0, ge=0)
 
     @property
@@ -92,6 +117,14 @@ class H200Bench(StrictModel):
     def whole(self) -> Workload:
         """A cold prompt as long as the context allows, and two tokens of an answer."""
         return self._workload(1, self.context_len - self.question_len - 2, 2, fresh=True)
+
+    @property
+    def closed(self) -> Workload:
+        """What the clients of the closed load ask: questions of lengths around `question_len`."""
+        spread = self.question_len // 4
+        lengths = (self.question_len - spread, self.question_len + spread)
+        answers = (self.closed_answer_len, self.closed_answer_len)
+        return self.shared.model_copy(update={"question_tokens": lengths, "answer_tokens": answers})
 
     @property
     def engine(self) -> EngineConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ SCHEMA = pa.schema(
         ("n", pa.int64()),
         ("bar", pa.float64()),
         ("note", pa.string()),
+        ("detail", pa.bool_()),
         ("verdict", pa.string()),
     ]
 )
@@ -55,8 +57,13 @@ def as_record(rows: list[BenchRow]) -> dict[str, Any]:
     return {
         "hardware": label(fingerprint()),
         "git": git_state(project.root()).as_record(),
-        "rows": [{**asdict(row), "verdict": row.verdict} for row in rows],
+        "rows": [_as_record(row) for row in rows],
     }
+
+
+def _as_record(row: BenchRow) -> dict[str, Any]:
+    value = None if math.isnan(row.value) else row.value  # JSON has no NaN
+    return {**asdict(row), "value": value, "verdict": row.verdict}
 
 
 def write(folder: Path, name: str, rows: list[BenchRow]) -> None:
@@ -69,16 +76,16 @@ def write(folder: Path, name: str, rows: list[BenchRow]) -> None:
 
 
 def markdown(rows: list[BenchRow]) -> str:
-    """A table as a README shows it."""
+    """A table as a README shows it, without details."""
     heads = ("", "measured", "floor", "× floor", "bar", "", "peer", "its value", "× peer", "n", "note")
-    lines = [_line(heads), _line(("---",) * len(heads)), *(_line(_cells(row)) for row in rows)]
+    lines = [_line(heads), _line(("---",) * len(heads)), *(_line(_cells(row)) for row in rows if not row.detail)]
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: BenchRow) -> tuple[str, ...]:
     bar = "" if row.bar is None else f"≤ {_number(row.bar)}"
     n = "" if row.n is None else str(row.n)
-    measured = (row.name, f"{_number(row.value)} {row.unit}", _number(row.floor), _number(row.ratio_to_floor))
+    measured = (row.name, _measured(row, _number(row.value)), _number(row.floor), _number(row.ratio_to_floor))
     peer = (row.peer or "", _number(row.peer_value), _number(row.ratio_to_peer))
     return (*measured, bar, row.verdict or "", *peer, n, row.note or "")
 
@@ -88,7 +95,8 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def table(rows: list[BenchRow]) -> Table:
-    """For a terminal; bars only where there are any."""
+    """For a terminal, without details; bars only where there are any."""
+    rows = [row for row in rows if not row.detail]
     has_bars = any(row.bar is not None for row in rows)
     shown = Table(box=None, pad_edge=False)
     shown.add_column("", min_width=24)
@@ -97,7 +105,7 @@ def table(rows: list[BenchRow]) -> Table:
     for row in rows:
         shown.add_row(
             row.name,
-            f"{row.value:.4g} {row.unit}",
+            _measured(row, f"{row.value:.4g}"),
             _number(row.floor),
             _number(row.ratio_to_floor),
             row.peer or "",
@@ -106,6 +114,10 @@ def table(rows: list[BenchRow]) -> Table:
             *((_number(row.bar), row.verdict or "") if has_bars else ()),
         )
     return shown
+
+
+def _measured(row: BenchRow, number: str) -> str:
+    return "–" if math.isnan(row.value) else f"{number} {row.unit}"
 
 
 def _number(value: float | None) -> str:

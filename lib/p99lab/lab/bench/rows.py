@@ -12,7 +12,8 @@ class BenchRow:
 
     `floor` and `bar` are in `unit` like `value`; `value` may be at most `bar`. `ratio_to_floor` is 1 at the floor and
     larger when worse; `ratio_to_peer` is above 1 where this project is better. `n`: how many measurements are behind
-    it. `note`: what a reader must know, such as why a peer has no figure.
+    it. `note`: what a reader must know, such as why a peer has no figure, or why there is no value (NaN). `detail`: one
+    of many behind another row, which files have and tables leave out.
     """
 
     name: str
@@ -26,6 +27,7 @@ class BenchRow:
     n: int | None = None
     bar: float | None = None
     note: str | None = None
+    detail: bool = False
 
     @property
     def verdict(self) -> str | None:

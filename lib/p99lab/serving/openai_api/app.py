@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
 import orjson
 from fastapi import FastAPI, Request
@@ -32,8 +32,11 @@ def make_app(service: Service) -> FastAPI:
     """The ASGI application of one service.
 
     `GET /health` · `GET /metrics` · `GET /v1/models[/ID]` · `POST /v1/completions` · `POST /v1/chat/completions`.
-    With a key, everything but `/health` asks for it.
+    With a key, everything but `/health` asks for it. Where the service is one of several gateways, the first two say
+    which, and end the connection, so that whoever asks again may reach another.
     """
+    which: Json = {} if service.gateway is None else {"gateway": service.gateway}
+    headers = {"connection": "close"} if which else None
     app = FastAPI(title="p99lab", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, service=service)
     for kind in (ApiError, P99labError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
@@ -41,11 +44,11 @@ def make_app(service: Service) -> FastAPI:
 
     async def health(request: Request) -> Response:
         problem = "the server is shutting down" if service.draining else service.failure
-        return _json({"status": problem or "ok"}, 503 if problem else 200)
+        return _json({"status": problem or "ok", **which}, 503 if problem else 200, headers)
 
     async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(service.metrics.render)  # it asks the engine, which may be elsewhere
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(text, media_type=CONTENT_TYPE_LATEST, headers=headers)
 
     async def models(request: Request) -> Response:
         return _json({"object": "list", "data": [_model(service)]})
@@ -124,8 +127,8 @@ def _model(service: Service) -> Json:
     }
 
 
-def _json(value: Json, status: int = 200) -> Response:
-    return Response(orjson.dumps(value), status, media_type="application/json")
+def _json(value: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(value), status, headers, media_type="application/json")
 
 
 class Gate:

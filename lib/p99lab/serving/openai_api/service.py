@@ -27,15 +27,19 @@ SHORT_TEXT = 1000  # characters that are tokenised at once; a longer text goes t
 class Service:
     """One engine, offered as `model`. The engine is the caller's, who closes it after the server has ended.
 
-    `draining`: no new requests. `closing`: set when those that still run are to be given up.
+    `draining`: no new requests. `closing`: set when those that still run are to be given up. `gateway`: the number of
+    the process, where clients reach others at the same address; None: there are none.
     """
 
-    def __init__(self, engine: OfferedEngine, model: str, api_key: str | None = None) -> None:
+    def __init__(
+        self, engine: OfferedEngine, model: str, api_key: str | None = None, gateway: int | None = None
+    ) -> None:
         self.engine = engine
         self.model = model
         self.api_key = api_key
         self.created = int(time.time())
-        self.metrics = Metrics(engine)
+        self.gateway = gateway
+        self.metrics = Metrics(engine, {} if gateway is None else {"gateway": str(gateway)})
         self.token_texts = TokenTexts(engine.tokenizer)
         self.context_len = context_len(engine)
         self.failure: str | None = None

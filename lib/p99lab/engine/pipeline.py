@@ -1,0 +1,98 @@
+"""The steps between launch and result: one runs, and with overlap the next one is queued behind it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from p99lab.engine.plan import InFlight, StepPlan
+from p99lab.engine.scheduler import Scheduler
+from p99lab.engine.stats import StepTimes
+from p99lab.engine.telling import LiveRequests
+from p99lab.engine.timekeeping import book_launch, book_step
+
+Launch = Callable[[StepPlan], InFlight]
+
+
+@dataclass(frozen=True, slots=True)
+class Underway:
+    """A step in flight."""
+
+    plan: StepPlan
+    step: InFlight
+    launched_s: float
+
+
+class Pipeline:
+    """One scheduler's steps in flight, and the times of all that it has planned.
+
+    What `advance` and `take_in` raise leaves accounts that nobody can vouch for; then only `abandon` is of use.
+
+    Args:
+        requests: are told what the steps have sampled.
+        overlap: whether a step is launched while the one before it runs.
+        clock: seconds.
+    """
+
+    def __init__(self, scheduler: Scheduler, requests: LiveRequests, overlap: bool, clock: Callable[[], float]) -> None:
+        self.scheduler = scheduler
+        self.step_times = StepTimes()
+        self._requests = requests
+        self._overlap = overlap
+        self._clock = clock
+        self._in_flight: deque[Underway] = deque()  # oldest first; between two calls at most one
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a step is in flight."""
+        return bool(self._in_flight)
+
+    @property
+    def running(self) -> StepPlan | None:
+        """The oldest step in flight."""
+        return self._in_flight[0].plan if self._in_flight else None
+
+    def advance(self, launch: Launch) -> None:
+        """Launch the next step; then take in the oldest one in flight, unless it is that one and may overlap."""
+        num_overlapping = int(self._launch(launch) and self._overlap)
+        if len(self._in_flight) > num_overlapping:
+            self.take_in()
+
+    def take_in(self) -> None:
+        """Wait for the oldest step in flight, and tell what it has sampled."""
+        oldest = self._in_flight[0]
+        began_s = self._clock()
+        result = oldest.step.result()
+        ended_s = self._clock()
+        self._in_flight.popleft()
+        next_admitted = self.scheduler.turn.admitted if self._in_flight else ()
+        book_step(self.scheduler.running, oldest.plan, next_admitted, ended_s)
+        for change in self.scheduler.update(result):
+            self._requests.tell(change, self.scheduler.finish)
+        self.step_times.add(oldest.plan.num_tokens, oldest.launched_s, ended_s)
+        self.step_times.device_s += result.device_s or 0.0
+        self.step_times.wait_s += ended_s - began_s
+        self.step_times.update_s += self._clock() - ended_s
+
+    def abandon(self) -> None:
+        """Forget the steps in flight, once they touch no memory any more."""
+        for underway in self._in_flight:
+            with suppress(Exception):  # a device that has failed says so again
+                underway.step.abandon()
+        self._in_flight.clear()
+
+    def _launch(self, launch: Launch) -> bool:
+        """False: there is nothing to launch, or not before a step in flight is taken in."""
+        began_s = self._clock()
+        plan = self.scheduler.schedule(began_s)
+        planned_s = self._clock()
+        self.step_times.schedule_s += planned_s - began_s
+        if plan is None:
+            return False
+        if not self._in_flight:
+            book_launch(self.scheduler.turn, planned_s)
+        self._in_flight.append(Underway(plan, launch(plan), planned_s))
+        self.step_times.launch_s += self._clock() - planned_s
+        return True

@@ -1,0 +1,129 @@
+"""What clients are told: each request's tokens in the order in which they come, and its end with its bill."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from p99lab.engine.events import NoText, OutputText, TokenEvent, Usage
+from p99lab.engine.plan import StepPlan
+from p99lab.engine.request import FinishReason, Request, Share
+from p99lab.engine.scheduler import Change
+from p99lab.engine.timekeeping import book_end
+
+LOGGER = logging.getLogger(__name__)
+
+OnEvent = Callable[[TokenEvent], None]
+
+
+class Outbox:
+    """Events from when they happen until somebody is given them.
+
+    `listeners` are called after every delivery, also of nothing; they must not raise.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: list[Callable[[], None]] = []
+        self._unclaimed: list[TokenEvent] = []  # for the next `step`
+        self._addressed: deque[tuple[OnEvent, TokenEvent]] = deque()
+
+    @property
+    def has_unclaimed(self) -> bool:
+        return bool(self._unclaimed)
+
+    def post(self, on_event: OnEvent | None, event: TokenEvent) -> None:
+        """Keep an event for `deliver`; one that has no `on_event`, for `take_unclaimed`."""
+        if on_event is None:
+            self._unclaimed.append(event)
+        else:
+            self._addressed.append((on_event, event))
+
+    def take_unclaimed(self) -> list[TokenEvent]:
+        """The events since the last call that nobody is called with."""
+        events, self._unclaimed = self._unclaimed, []
+        return events
+
+    def deliver(self, cancel: Callable[[str], object]) -> None:
+        """Call back with what has happened, in its order; callbacks may make more happen.
+
+        `cancel(request_id)` ends the request of a callback that raises.
+        """
+        while self._addressed:
+            on_event, event = self._addressed.popleft()
+            try:
+                on_event(event)
+            except Exception:
+                LOGGER.exception("on_event of '%s' has raised: the request is cancelled", event.request_id)
+                cancel(event.request_id)
+        for listener in self.listeners:
+            listener()
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """A request between `add` and its last event."""
+
+    request: Request
+    text: OutputText | NoText
+    on_event: OnEvent | None
+
+
+class LiveRequests:
+    """The requests whose last event is still to come, each with its text so far. Posts their events to `outbox`."""
+
+    def __init__(self, outbox: Outbox, clock: Callable[[], float]) -> None:
+        self._outbox = outbox
+        self._clock = clock
+        self._live: dict[str, Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Over those of now: they may end meanwhile."""
+        return iter([live.request for live in self._live.values()])
+
+    def get(self, request_id: str) -> Request | None:
+        live = self._live.get(request_id)
+        return None if live is None else live.request
+
+    def add(self, request: Request, text: OutputText | NoText, on_event: OnEvent | None) -> None:
+        self._live[request.request_id] = Live(request, text, on_event)
+
+    def tell(self, change: Change, finish: Callable[[Request, FinishReason], None]) -> None:
+        """Turn a sampled token into an event, ending the request with `finish` where a stop string is complete."""
+        request = change.request
+        live = self._live[request.request_id]
+        now_s = self._clock()
+        if request.timeline.first_token_s is None:
+            request.timeline.first_token_s = now_s
+        hidden = request.finish_reason is FinishReason.STOP  # an end-of-sequence or stop id is no text
+        text = "" if hidden else live.text.push(change.token_id)
+        if live.text.stopped:
+            finish(request, FinishReason.STOP)
+        reason = FinishReason.STOP if live.text.stopped else request.finish_reason
+        event = TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs)
+        if request.num_output_tokens == 1 and request.prompt_logprobs:
+            event = replace(event, prompt_logprobs=tuple(request.prompt_logprobs))
+        if reason is None:
+            self._outbox.post(live.on_event, event)
+        else:
+            request.timeline.book(Share.SCHEDULING, now_s)
+            self._end(live, replace(event, text=text + live.text.flush()), reason)
+
+    def abort(self, request: Request, reason: FinishReason, running: StepPlan | None) -> None:
+        """Tell a request's end outside a step, to its client alone. `running`: the step in flight meanwhile."""
+        now_s = self._clock()
+        book_end(request, running, now_s)
+        self._end(self._live[request.request_id], TokenEvent(request.request_id, None, "", now_s), reason)
+
+    def _end(self, live: Live, event: TokenEvent, reason: FinishReason) -> None:
+        """Post a request's last event, with its bill."""
+        request = live.request
+        timeline = request.timeline
+        timeline.finished_s = timeline.accounted_s
+        usage = Usage(request.num_prompt_tokens, request.num_cached_tokens, request.num_output_tokens, timeline)
+        del self._live[request.request_id]
+        self._outbox.post(live.on_event, replace(event, time_s=timeline.finished_s, finish_reason=reason, usage=usage))

@@ -46,14 +46,14 @@ def test_a_wrong_option_is_named() -> None:
 def test_a_missing_extra_is_named() -> None:
     program = (
         "import sys\n"
-        "sys.modules['uvicorn'] = None\n"
+        "sys.modules['grpc'] = None\n"
         "sys.argv = ['p99lab', 'serve']\n"
         "from p99lab.cli import main\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "p99lab serve needs uvicorn: install the extra 'serve'" in done.stderr
+    assert "p99lab serve needs grpc: install the extra 'serve'" in done.stderr
 
 
 def test_the_ready_line() -> None:

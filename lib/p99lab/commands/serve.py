@@ -35,9 +35,7 @@ def serve(
         str | None, typer.Option(metavar="NAME", help="Environment variable that holds the key clients must show.")
     ] = None,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish at the end.")] = 30.0,
-    gateways: Annotated[
-        int, typer.Option(help="Processes for HTTP, JSON and text; one takes about 100 128K-token prompts a second.")
-    ] = 1,
+    gateways: Annotated[int, typer.Option(help="Processes for HTTP, JSON and text.")] = 1,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
 ) -> None:
     """Serve a model through the OpenAI API: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.

@@ -22,8 +22,8 @@ from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.staging import ALIGNMENT, upload
 
-PARTIALS_PER_TOKEN = 8
-MORE_PARTIALS = 64  # so that a single token may have its prefix in 64 segments
+ROOM_PER_TOKEN = 8  # partial results of spans
+MORE_ROOM = 64  # so that a single token may have its prefix in 64 segments
 RUNS_PER_TOKEN = 2  # a shared one and, where pages do not lie together, more private ones
 MORE_RUNS = 16
 SMALL_STEPS = (1, 2, 4)  # tokens; then every multiple of 8
@@ -40,7 +40,7 @@ def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
 
 
 def _shape(num_tokens: int, num_samples: int, mixed: bool) -> GraphShape:
-    num_span_partials = PARTIALS_PER_TOKEN * num_tokens + MORE_PARTIALS if mixed else 0
+    num_span_partials = ROOM_PER_TOKEN * num_tokens + MORE_ROOM if mixed else 0
     num_runs = RUNS_PER_TOKEN * num_tokens + MORE_RUNS
     return GraphShape(num_tokens, num_span_partials, num_runs, num_runs, num_tokens if mixed else 0, num_samples)
 

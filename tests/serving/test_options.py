@@ -45,11 +45,7 @@ def test_a_wrong_option_is_named() -> None:
 
 def test_a_missing_extra_is_named() -> None:
     program = (
-        "import sys\n"
-        "sys.modules['grpc'] = None\n"
-        "sys.argv = ['p99lab', 'serve']\n"
-        "from p99lab.cli import main\n"
-        "main()\n"
+        "import sys\nsys.modules['grpc'] = None\nsys.argv = ['p99lab', 'serve']\nfrom p99lab.cli import main\nmain()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)

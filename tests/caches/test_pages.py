@@ -72,6 +72,35 @@ def test_allocation_is_minimal_in_runs(free: set[int], num_pages: int) -> None:
     pool.check([pages, ids(*(set(range(30)) - free))], ids())
 
 
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(st.sampled_from("fch"), min_size=1, max_size=30), st.data())
+def test_a_run_is_cleared_by_moving_as_few_cached_pages_as_can_be(kinds: list[str], data: st.DataObject) -> None:
+    free, cached, held = (np.flatnonzero(np.array(kinds) == kind).astype(np.int32) for kind in "fch")
+    pool = pool_with_free(free.tolist(), len(kinds))
+    pool.enter_tree(cached)
+    pool.unpin(cached)
+    num_pages = data.draw(st.integers(1, max(1, len(free))))
+    if num_pages > len(free):
+        return
+    moves = pool.clear_run(num_pages)
+    sources, targets = (ids(), ids()) if moves is None else (moves.sources, moves.targets)
+    assert set(targets.tolist()) <= set(free.tolist())
+    assert set(sources.tolist()) <= set(cached.tolist())
+    tree = np.append(np.setdiff1d(cached, sources), targets)
+    pool.check([held], tree)
+    pages = pool.allocate(num_pages)
+    pool.check([held, pages], tree)
+    text = "".join(kinds)
+    windows = [text[at : at + num_pages] for at in range(len(text) - num_pages + 1)]
+    costs = [window.count("c") for window in windows if "h" not in window]
+    if costs:
+        assert num_runs(pages) == 1
+        assert len(sources) == min(costs)
+    else:
+        loose = sorted(map(len, text.replace("f", "c").replace("h", " ").split()), reverse=True)
+        assert num_runs(pages) <= next(n for n in range(1, len(loose) + 1) if sum(loose[:n]) >= num_pages)
+
+
 def test_the_life_of_a_page() -> None:
     pool = PagePool(4, page_size=4)
     page = pool.allocate(1)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from p99lab.caches.pages import PageCopy, PagePool
+from p99lab.caches.pages import PageCopy, PageMoves, PagePool
 from p99lab.caches.prefix_tree import Grant, PrefixTree, common_len
 
 pytestmark = pytest.mark.light
@@ -156,6 +156,19 @@ def test_least_recently_used_leaves_go_first_and_from_their_tail() -> None:
     tree.check([])
 
 
+def test_what_a_tail_is_copied_from_counts_as_no_use() -> None:
+    tree = PrefixTree(PagePool(4, page_size=4))
+    filled(tree, ids(1, 2, 3, 4, 5, 6), ids(1, 2, 3, 4, 8, 8))
+    grant = tree.grant(ids(1, 2, 3, 4, 5, 9), 6)
+    assert grant is not None
+    assert grant.copy is not None
+    tree.finish_copy(grant.copy)
+    tree.release(grant.pages)
+    tree.evict(1)
+    assert num_found(tree, ids(1, 2, 3, 4, 5, 6)) == 4
+    assert num_found(tree, ids(1, 2, 3, 4, 8, 8)) == 6
+
+
 def test_a_grant_counts_as_a_use() -> None:
     tree = PrefixTree(PagePool(16, page_size=2))
     filled(tree, ids(1, 2), ids(3, 4))
@@ -227,10 +240,12 @@ class Holder:
 class Tree(RuleBasedStateMachine):
     """Grants, insertions, evictions in any order; the model says what must be found, and when a grant must fail."""
 
-    @initialize(page_size=st.sampled_from([1, 2, 4]), num_pages=st.integers(2, 24))
-    def start(self, page_size: int, num_pages: int) -> None:
+    @initialize(
+        page_size=st.sampled_from([1, 2, 4]), num_pages=st.integers(2, 24), min_run_pages=st.sampled_from([1, 3, 16])
+    )
+    def start(self, page_size: int, num_pages: int, min_run_pages: int) -> None:
         self.pool = PagePool(num_pages, page_size)
-        self.tree = PrefixTree(self.pool)
+        self.tree = PrefixTree(self.pool, min_run_pages=min_run_pages)
         self.holders: list[Holder] = []
         self.known: dict[int, tuple[int, ...]] = {}  # page of the tree → all tokens up to its last valid one
 
@@ -251,7 +266,14 @@ class Tree(RuleBasedStateMachine):
             assert (self.pool.references == before[0]).all()
             assert (self.pool.in_tree == before[1]).all()
         else:
+            self.rename(grant.moves)
             self.check_grant(grant, tokens, num_whole, num_tail, spare=available - needed)
+
+    def rename(self, moves: PageMoves | None) -> None:
+        if moves is not None:
+            renamed = dict(zip(moves.sources.tolist(), moves.targets.tolist(), strict=True))
+            freed = set(renamed.values())  # some by eviction, in this grant
+            self.known = {renamed.get(page, page): known for page, known in self.known.items() if page not in freed}
 
     def check_grant(self, grant: Grant, tokens: tuple[int, ...], num_whole: int, num_tail: int, spare: int) -> None:
         size = self.pool.page_size

@@ -35,6 +35,7 @@ from p99lab.engine.config import (
     EngineConfig,
     GraphsConfig,
     GroupingConfig,
+    KVLayout,
     ModelConfig,
     SchedulerConfig,
 )
@@ -260,16 +261,23 @@ class Model:
         page_size: int = 16,
         num_pages: int | None = 256,
         prefix_cache: bool = True,
+        kv_layout: KVLayout = "NHD",
         chunk: int = 64,
         overlap: bool = True,
+        reserve_tokens: int = 256,
         grouped: bool = True,
         graphs: int | None = DECODE_GRAPHS,
     ) -> EngineConfig:
         """`graphs`: tokens of the largest captured step; None: none are."""
         return EngineConfig(
             model=ModelConfig(name=str(self.directory), dtype="bfloat16", device=self.device),
-            cache=CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache),
-            scheduler=SchedulerConfig(max_num_batched_tokens=chunk, max_num_seqs=MAX_NUM_SEQS, overlap=overlap),
+            cache=CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache, kv_layout=kv_layout),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=chunk,
+                max_num_seqs=MAX_NUM_SEQS,
+                overlap=overlap,
+                reserve_tokens=reserve_tokens,
+            ),
             grouping=GroupingConfig(enabled=grouped, decide_by="length", min_shared_tokens=1),
             attention=AttentionConfig(backend="flashinfer" if self.device == "cuda" else "reference"),
             graphs=GraphsConfig(enabled=graphs is not None, max_num_tokens=graphs or DECODE_GRAPHS),
@@ -329,7 +337,7 @@ def watched(
 
     def noted(graphs: StepGraphs, plan: StepPlan, *args: Any) -> Captured | None:
         captured = prepare(graphs, plan, *args)
-        if captured is not None:
+        if captured is not None and runners:  # without, the runner is being made, and rehearses
             runners[0].replayed.add(plan.epoch)
         return captured
 

@@ -182,13 +182,13 @@ def test_a_rehearsal_runs_each_kind_of_step_and_leaves_the_pool_usable(config: E
     with Engine(config) as engine, Engine(config, new_runner=new_runner) as rehearsed:
         assert _answer(rehearsed) == _answer(engine)
         size = config.cache.page_size
-    assert [[len(row.token_ids) for row in plan.rows] for plan in seen] == [
-        [100],
-        [size],
-        [size, 1, 1],
-        [1],
-        [1, 1, 1],
-    ]
+    lengths = [[len(row.token_ids) for row in plan.rows] for plan in seen]
+    assert lengths[0] == [100]  # the largest first
+    assert [size] in lengths  # a prompt after what has been computed of it
+    assert any(size in step and 1 in step for step in lengths)
+    assert {len(step) for step in lengths if set(step) == {1}} == {1, 2, 3}
+    assert any(plan.groups for plan in seen)
+    assert any(row.sampling.temperature > 0 for plan in seen for row in plan.rows)
 
 
 def test_steps_that_memory_has_no_room_for_are_refused_at_the_start(

@@ -32,7 +32,12 @@ def running(number: int, num_prompt_tokens: int, num_computed: int, priority: in
 
 
 def bound(max_step_s: float, decode_time_s: float) -> StepBound:
-    return StepBound(max_step_s, COST, lambda decoding: decode_time_s)
+    """Decoding takes so long, and chunks come on top of it."""
+
+    def step_time_s(shares: Sequence[tuple[Request, int]]) -> float:
+        return decode_time_s + sum(COST.chunk_time_s(n, one.num_computed_tokens) for one, n in prompt_shares(shares))
+
+    return StepBound(max_step_s, COST, step_time_s)
 
 
 some_running = st.lists(
@@ -97,6 +102,17 @@ def test_questions_do_not_wait_for_a_document_nor_it_for_them() -> None:
     assert shares[document] == 2048 * LONG_SHARE
     shares = dict(Chunked(2048).shares([document, *questions[:2]]))
     assert shares[document] == 2048 - 2 * 64
+
+
+def test_what_rides_along_with_decoding_leaves_time_for_more() -> None:
+    decoding, questions = running(0, 1000, 1000), [running(1 + i, 131_072, 131_008) for i in range(20)]
+
+    def step_time_s(shares: Sequence[tuple[Request, int]]) -> float:  # half of what chunks take passes beside decoding
+        return 0.02 + sum(COST.chunk_time_s(n, one.num_computed_tokens) for one, n in prompt_shares(shares)) / 2
+
+    shares = Chunked(2048, StepBound(0.045, COST, step_time_s)).shares([decoding, *questions])
+    assert 0.045 * 0.95 < step_time_s(shares) <= 0.045 + COST.chunk_time_s(1, 131_072)
+    assert [size for _, size in prompt_shares(shares)[:-1]] == [64] * (len(shares) - 2)
 
 
 def test_room_counts_a_document_by_its_share() -> None:

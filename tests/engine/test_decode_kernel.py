@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 
 from p99lab.engine.attention.lanes import Lanes, deal
 from p99lab.engine.attention.softmax import attend_plain
+from p99lab.engine.config import KVLayout
 from p99lab.errors import P99labError
+from tests.engine.layouts import LAYOUTS, far_apart, laid_out
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
@@ -69,7 +71,7 @@ def attended(
     out = torch.full((len(tokens) * group, num_kv, q.shape[2]), NOWHERE, dtype=q.dtype)
     lse = torch.full((len(tokens) * group, num_kv), NOWHERE)
     lists = [torch.tensor(array, dtype=torch.int32) for array in (tokens, lanes.items, lanes.indptr)]
-    pipeline = kernel.Pipeline(**{"block_keys": 64, "num_stages": 3, "num_warps": 4, "bulk": True} | how)
+    pipeline = kernel.Pipeline(**{"block_keys": 64, "num_stages": 3, "num_warps": 4} | how)
     scale = q.shape[2] ** -0.5
     kernel.attend_runs(q, *pools, *lists, out, lse, scale, block_rows=block_rows, pipeline=pipeline)
     unfolded = (x.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2) for x in (out, lse * math.log(2)))
@@ -101,29 +103,34 @@ def test_any_tokens_over_any_runs(kernel: Any, data: st.DataObject) -> None:
     runs = []
     for num_keys in data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=3)):
         runs.append((data.draw(tokens), data.draw(st.integers(0, NUM_SLOTS - num_keys)), num_keys))
-    how = {"block_keys": data.draw(st.sampled_from([32, 64])), "bulk": data.draw(st.booleans())}
+    block_keys, layout = data.draw(st.sampled_from([32, 64])), data.draw(st.sampled_from(LAYOUTS))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q, pools = torch.randn(9, group * num_kv, dim).to(dtype), torch.randn(2, NUM_SLOTS, num_kv, dim).to(dtype)
-    num_lanes = data.draw(st.integers(1, 5))
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, num_lanes, block_rows, **how))
+    pools, num_lanes = laid_out(pools, layout), data.draw(st.integers(1, 5))
+    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, num_lanes, block_rows, block_keys=block_keys))
 
 
-@pytest.mark.parametrize("bulk", [False, True])
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 63, 64, 65, 128, 1_099])
-def test_runs_that_fill_blocks_and_those_that_do_not(kernel: Any, num_keys: int, bulk: bool) -> None:
+def test_runs_that_fill_blocks_and_those_that_do_not(kernel: Any, num_keys: int) -> None:
     q, pools = torch.randn(2, 4, 64, dtype=DTYPES[0]), torch.randn(2, NUM_SLOTS, 2, 64, dtype=DTYPES[0])
     runs: list[Run] = [([1, 0], 1, num_keys)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16, bulk=bulk))
+    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16))
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_what_lies_around_a_run_is_not_seen(kernel: Any, bulk: bool) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_lies_around_a_run_is_not_seen(kernel: Any, layout: KVLayout) -> None:
     q, pools = torch.randn(3, 6, 16, dtype=DTYPES[0]), torch.full((2, NUM_SLOTS, 2, 16), torch.nan, dtype=DTYPES[0])
     pools[:, 5:205] = torch.randn(2, 200, 2, 16)
     pools[:, NUM_SLOTS - 70 :] = torch.randn(2, 70, 2, 16)  # up to the last slot
-    q[1] = torch.nan
+    q[1], pools = torch.nan, laid_out(pools, layout)
     runs: list[Run] = [([2], 5, 200), ([0, 2], NUM_SLOTS - 70, 70)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 2, 16, bulk=bulk))
+    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 2, 16))
+
+
+def test_the_last_head_may_lie_further_away_than_an_int32_counts(kernel: Any) -> None:
+    q, pools = torch.randn(2, 6, 16).half(), far_apart(2, 100, 16)
+    runs: list[Run] = [([1, 0], 3, 97)]
+    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16))
 
 
 def test_scores_far_apart(kernel: Any) -> None:
@@ -154,7 +161,7 @@ def test_rows_and_items_of_no_lane_stay_as_they_are(kernel: Any) -> None:
     items = [[1, 1, 0, 50], [0, 1, 1 << 30, 1 << 30]]
     out, lse = torch.full((6, 1, 16), NOWHERE, dtype=DTYPES[0]), torch.full((6, 1), NOWHERE)
     lists = [torch.tensor(x, dtype=torch.int32) for x in ([-7, 1, -7], items, [0, 0, 1, 1])]
-    kernel.attend_runs(q, *pools, *lists, out, lse, 0.25, block_rows=16, pipeline=kernel.Pipeline(32, 2, 4, True))
+    kernel.attend_runs(q, *pools, *lists, out, lse, 0.25, block_rows=16, pipeline=kernel.Pipeline(32, 2, 4))
     for buffer in (out, lse):
         assert (buffer[[0, 1, 4, 5]] == NOWHERE).all()
         assert (buffer[2:4] != NOWHERE).all()
@@ -169,17 +176,17 @@ def test_without_triton_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ahead_keys", [64, 1_024, 5_000])
-@pytest.mark.parametrize("bulk", [False, True])
-def test_asking_ahead_changes_nothing(ahead_keys: int, bulk: bool) -> None:
+@pytest.mark.parametrize(("ahead_keys", "layout"), [(64, "NHD"), (1_024, "HND"), (5_000, "NHD"), (10_000, "HND")])
+def test_asking_ahead_changes_nothing(ahead_keys: int, layout: KVLayout) -> None:
     """Over the ends of items, of lanes and of the pool."""
     kernel = importlib.import_module("p99lab.engine.decode_kernel")
     torch.manual_seed(0)
     with torch.device("cuda"):
         q, pools = torch.randn(4, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
+        pools = laid_out(pools, layout)
         runs: list[Run] = [([0, 1], 12_000, 8_000), ([2], 0, 65), ([3], 100, 1_000), ([1], 3_000, 63)]
-        _, *plain = attended(kernel, q, pools, runs, 3, 16, bulk=bulk)
-        _, *asked = attended(kernel, q, pools, runs, 3, 16, bulk=bulk, ahead_keys=ahead_keys)
+        _, *plain = attended(kernel, q, pools, runs, 3, 16)
+        _, *asked = attended(kernel, q, pools, runs, 3, 16, ahead_keys=ahead_keys)
     assert all(torch.equal(one, other) for one, other in zip(plain, asked, strict=True))
 
 
@@ -194,7 +201,7 @@ def test_a_graph_follows_its_lists(block_rows: int) -> None:
         q, pools = torch.randn(16, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
         tokens, items, indptr = (torch.zeros(n, dtype=torch.int32) for n in (4_000, 400, num_lanes + 1))
         out, lse = torch.empty(16_000, 8, 128, dtype=torch.bfloat16), torch.empty(16_000, 8)
-        pipeline = kernel.Pipeline(64, 3, 4, True)
+        pipeline = kernel.Pipeline(64, 3, 4)
 
         def run() -> None:
             lists = (tokens, items.view(-1, 4), indptr, out, lse)

@@ -158,6 +158,7 @@ class Caller:
             max_num_seqs=3 if rng.random() < 0.2 else MAX_NUM_SEQS,
             max_num_waiting=None if rng.random() < 0.7 else 10,
             overlap=bool(rng.random() < 0.8),
+            reserve_tokens=0 if rng.random() < 0.7 else 256,
         )
         grouping = GroupingConfig(
             enabled=bool(rng.random() < 0.9),

@@ -57,7 +57,9 @@ def test_greedy_tokens_equal_transformers(tiny_model: tuple[Path, list[Answer]],
     config = EngineConfig(
         model=ModelConfig(name=str(directory)),
         cache=CacheConfig(page_size=PAGE_SIZE, num_pages=30 if preempted else 600, prefix_cache=prefix_cache),
-        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk, overlap=overlap),
+        scheduler=SchedulerConfig(
+            composition=composition, max_num_batched_tokens=chunk, overlap=overlap, reserve_tokens=0
+        ),
         grouping=GroupingConfig(
             decide_by="length", enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1
         ),

@@ -95,7 +95,9 @@ def test_they_equal_transformers(oracle: Oracle, case: tuple[Any, ...]) -> None:
     config = EngineConfig(
         model=ModelConfig(name=str(oracle.directory)),
         cache=CacheConfig(page_size=4, num_pages=18 if preempted else 300, prefix_cache=prefix_cache != "off"),
-        scheduler=SchedulerConfig(composition=composition, max_num_batched_tokens=chunk, overlap=overlap),
+        scheduler=SchedulerConfig(
+            composition=composition, max_num_batched_tokens=chunk, overlap=overlap, reserve_tokens=0
+        ),
         grouping=GroupingConfig(
             decide_by="length", enabled=min_shared_tokens is not None, min_shared_tokens=min_shared_tokens or 1
         ),
@@ -138,7 +140,7 @@ def test_preempted_in_mid_prompt_nothing_is_scored_twice_or_left_out(oracle: Ora
     config = EngineConfig(
         model=ModelConfig(name=str(oracle.directory)),
         cache=CacheConfig(page_size=4, num_pages=14),
-        scheduler=SchedulerConfig(max_num_batched_tokens=3, policy="priority"),
+        scheduler=SchedulerConfig(max_num_batched_tokens=3, policy="priority", reserve_tokens=0),
     )
     with Engine(config) as engine:
         scored = Completion("scored")

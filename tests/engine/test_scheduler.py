@@ -71,6 +71,8 @@ class Executor:
         self.prompts[number] = self.tokens[number] = tuple(prompt)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        for moves in plan.moves:
+            self._move(dict(zip(moves.sources.tolist(), moves.targets.tolist(), strict=True)))
         for copy in plan.copies:
             for offset in range(copy.num_tokens):
                 self.slots[copy.target, offset] = self.slots[copy.source, offset]
@@ -83,6 +85,12 @@ class Executor:
         for number, token in self.sampled:
             self.tokens[number] += () if token is None else (token,)
         return StepResult(plan.epoch, sampled, (None,) * len(plan.rows), asked)
+
+    def _move(self, targets: dict[int, int]) -> None:
+        assert not set(targets) & set(targets.values())
+        moved = {(targets[page], offset): prefix for (page, offset), prefix in self.slots.items() if page in targets}
+        gone = {*targets, *targets.values()}
+        self.slots = {slot: prefix for slot, prefix in self.slots.items() if slot[0] not in gone} | moved
 
     def _score(self, row: Row, tokens: tuple[int, ...]) -> tuple[Logprobs, ...]:
         targets = [] if row.target_ids is None else row.target_ids.tolist()
@@ -118,14 +126,21 @@ class Bench:
     """A scheduler, its executor and the requests so far."""
 
     def __init__(
-        self, page_size: int = 4, num_pages: int = 64, prefix_cache: bool = True, grouping: bool = True, **config
+        self,
+        page_size: int = 4,
+        num_pages: int = 64,
+        prefix_cache: bool = True,
+        grouping: bool = True,
+        min_run_pages: int = 16,
+        reserve_tokens: int = 0,
+        **config,
     ):
         self.pool = PagePool(num_pages, page_size)
-        self.config = SchedulerConfig(**config)
+        self.config = SchedulerConfig(reserve_tokens=reserve_tokens, **config)
         self.scheduler = Scheduler(
             self.config,
             GroupingConfig(enabled=grouping, decide_by="length", min_shared_tokens=1),
-            PrefixTree(self.pool, prefix_cache),
+            PrefixTree(self.pool, prefix_cache, min_run_pages),
             eos_token_ids=(EOS,),
             costs=StepCost(TWO_CORES, Geometry.named("smollm2-135m"), page_size),
         )
@@ -360,6 +375,42 @@ def test_equal_prompts_computed_side_by_side_end_up_on_the_same_pages() -> None:
     assert first.pages[2] != second.pages[2]
     bench.run()
     bench.check_outputs()
+
+
+def test_a_long_prompt_gets_one_run_of_pages_though_cached_ones_lay_between() -> None:
+    bench = Bench(num_pages=12, min_run_pages=4)
+    kept = [[first, 2, 1, 2, 0] for first in (0, 1, 2)]
+    for prompt in (kept[0], [2, 2, 0, 0, 1], kept[1], [2, 2, 1, 0, 1], kept[2]):
+        bench.add(prompt, max_tokens=1)
+        bench.run()
+    for prompt in kept:
+        bench.scheduler.tree.touch(np.array(prompt, np.int32))
+    long = bench.add([1] * 20, max_tokens=1)
+    plan = bench.schedule()
+    assert plan is not None
+    assert sum(len(moves.sources) for moves in plan.moves) > 0
+    assert np.diff(long.pages).tolist() == [1] * 4
+    bench.update()
+    bench.scheduler.check()
+    asked = [bench.add([*prompt, 0], max_tokens=1) for prompt in kept]
+    bench.run()
+    bench.check_outputs()
+    assert [request.num_cached_tokens for request in asked] == [5] * 3  # found where they have been moved to
+
+
+def test_pages_for_an_answer_lie_beside_its_prompts_as_far_as_they_can_be_had() -> None:
+    bench = Bench(num_pages=12, reserve_tokens=12, max_num_batched_tokens=100)
+    first, second = bench.add([0] * 4, max_tokens=17), bench.add([1] * 4, max_tokens=17)
+    bench.step()
+    assert [request.num_pages for request in (first, second)] == [4, 4]  # for 12 tokens more
+    third = bench.add([2] * 11, max_tokens=9)
+    bench.step()
+    assert third.num_pages == 3  # for its answer there are none
+    for request in (first, second, third):
+        assert (np.diff(request.pages) == 1).all()
+    bench.run()
+    bench.check_outputs()
+    assert bench.pool.num_active == 0
 
 
 def test_when_pages_run_out_the_last_to_come_gives_way() -> None:
@@ -668,6 +719,7 @@ class Serving(RuleBasedStateMachine):
         num_pages=st.integers(8, 24),
         prefix_cache=st.booleans(),
         grouping=st.booleans(),
+        min_run_pages=st.sampled_from([2, 16]),
         composition=st.sampled_from(["chunked", "stock"]),
         policy=st.sampled_from(["fcfs", "priority", "deadline"]),
         max_num_batched_tokens=st.integers(1, 12),
@@ -676,6 +728,7 @@ class Serving(RuleBasedStateMachine):
         overlap=st.booleans(),
         max_step_s=st.sampled_from([None, 1e-6, 0.1]),
         max_hold_s=st.sampled_from([0.0, 2.0, 1e9]),
+        reserve_tokens=st.sampled_from([0, 3, 256]),
     )
     def start(self, **config) -> None:
         self.bench = Bench(**config)

@@ -85,9 +85,16 @@ def test_stats_are_plain_numbers(engine: Engine) -> None:
     assert EngineStats(**json.loads(json.dumps(stats.as_dict()))) == stats
 
 
-@pytest.mark.parametrize("name", ["num_preemptions", "num_refusals"])
+@pytest.mark.parametrize("name", ["num_preemptions", "num_page_waits"])
 def test_a_pool_too_small_is_seen(tiny_llama: str, name: str) -> None:
     config = EngineConfig(model=tiny_llama, cache=CacheConfig(page_size=4, num_pages=12, prefix_cache=False))
     with Engine(config) as engine:
         engine.generate([[number] * 9 for number in range(6)], SamplingParams(max_tokens=20, ignore_eos=True))
         assert engine.stats().as_dict()[name] > 0
+
+
+def test_a_request_that_waits_for_pages_is_counted_once(tiny_llama: str) -> None:
+    config = EngineConfig(model=tiny_llama, cache=CacheConfig(page_size=4, num_pages=12, prefix_cache=False))
+    with Engine(config) as engine:
+        engine.generate([[1] * 20, [2] * 40], SamplingParams(max_tokens=8, ignore_eos=True))  # 7 pages, and 12
+        assert (engine.stats().num_page_waits, engine.stats().num_preemptions) == (1, 0)

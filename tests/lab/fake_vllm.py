@@ -8,7 +8,8 @@ SERVER = """
 import json, sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-given = dict(argument.removeprefix("--").partition("=")[::2] for argument in sys.argv[1:])
+serve, model, *flags = sys.argv[1:]
+given = dict(argument.removeprefix("--").partition("=")[::2] for argument in flags)
 seen = []
 
 
@@ -58,12 +59,12 @@ BROKEN = "raise ImportError('no kernels for this GPU')\n"
 
 
 def make_site(folder: Path, server: str = SERVER) -> Path:
-    """The folder, and in it a package whose server is this text."""
-    package = folder / "vllm" / "entrypoints" / "openai"
+    """The folder, and in it a package whose command line is this text."""
+    package = folder / "vllm" / "entrypoints" / "cli"
     package.mkdir(parents=True)
     for parent in (package, package.parent, package.parent.parent):
         (parent / "__init__.py").write_text("")
-    (package / "api_server.py").write_text(server)
+    (package / "main.py").write_text(server)
     return folder
 
 

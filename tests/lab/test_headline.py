@@ -271,7 +271,7 @@ def _record(index: int, latency_s: float, **shares: float) -> RequestRecord:
     )
 
 
-def _made_up(measured: Headline, stock_scale: float, full_scale: float, num_refusals: int = 0) -> Headline:
+def _made_up(measured: Headline, stock_scale: float, full_scale: float, num_page_waits: int = 0) -> Headline:
     """800 requests per long arm, latencies spread over 1 to 2 times the scale, a tenth of it scheduling."""
     order = np.random.default_rng(0).permutation(800)
     blocks = []
@@ -283,7 +283,7 @@ def _made_up(measured: Headline, stock_scale: float, full_scale: float, num_refu
             for i, s in enumerate(latencies)
         )
         run = Run(records, {}, {})
-        stats = dataclasses.replace(template.stats, num_refusals=num_refusals, num_preemptions=0)
+        stats = dataclasses.replace(template.stats, num_page_waits=num_page_waits, num_preemptions=0)
         summary = summarise(run, ClosedLoad(num_requests=800))
         blocks.append(Block(template.arm, "closed", 0, 0, run, summary, stats))
     return dataclasses.replace(measured, blocks=tuple(blocks))
@@ -394,7 +394,7 @@ def test_a_p99_without_an_interval_names_no_p99_requests(measured: Headline) -> 
 
 def test_waiting_counts_as_allocation_only_where_pages_were_lacking(measured: Headline) -> None:
     enough = _figures(_made_up(measured, 1.0, 1.0))["share_allocation"]
-    lacking = _figures(_made_up(measured, 1.0, 1.0, num_refusals=1))["share_allocation"]
+    lacking = _figures(_made_up(measured, 1.0, 1.0, num_page_waits=1))["share_allocation"]
     assert enough.value == pytest.approx(10.0)
     assert lacking.value == pytest.approx(40.0)
 

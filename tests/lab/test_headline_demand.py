@@ -105,6 +105,8 @@ def test_tables_take_a_peer_for_no_measure(measured: Headline) -> None:
     figures = headline_figures.figures(measured)
     assert len(headline_figures.verdicts(measured, figures)) >= 5
     headline_tables.hit_rates(measured)
+    here = headline_tables.arms(measured.parameters).set_index("arm")["here"]
+    assert here["vLLM"].startswith("measured: unknown, --load-format=dummy ")  # its best flags are published
     assert len(headline_bars.bars(measured)) == 0  # another scenario
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import pytest
 
 from p99lab.errors import BadParameterError
 from p99lab.lab.vllm_server import BEST_FLAGS, MODEL, PeerError, VllmSpec, spec_of, vllm_server
-from tests.lab.fake_vllm import BROKEN, make_model, make_site
+from tests.lab.fake_vllm import BROKEN, SERVER, make_model, make_site
 
 
 @pytest.fixture
@@ -25,17 +28,20 @@ def test_it_serves_until_it_is_left(tmp_path: Path, model: Path) -> None:
     before = set(psutil.Process().children())
     with vllm_server(VllmSpec(make_site(tmp_path / "site"), model), 30.0) as url:
         (listed,) = httpx.get(f"{url}/models", trust_env=False).json()["data"]
-        (server,) = set(psutil.Process().children()) - before
+        started = set(psutil.Process().children()) - before
     assert listed["id"] == MODEL
-    assert not server.is_running()
+    assert len(started) == 2  # the server, and what ends it should this process be killed
+    assert not any(process.is_running() for process in started)
 
 
 def test_it_takes_its_group_along(tmp_path: Path, model: Path) -> None:
     forking = "import os, sys, time\nif os.fork() == 0:\n    print('child', os.getpid(), flush=True)\ntime.sleep(60)\n"
     starting = vllm_server(VllmSpec(make_site(tmp_path / "site", forking), model), 1.0)
-    with pytest.raises(PeerError, match=r"vLLM does not answer after 1 s: child \d+") as caught, starting:
+    with pytest.raises(PeerError, match=r"vLLM does not answer after 1 s: child \d+ ") as caught, starting:
         pass
-    child = int(str(caught.value).split()[-1])
+    said, _, log = str(caught.value).removesuffix(")").partition(" (log: ")
+    Path(log).unlink()
+    child = int(said.split()[-1])
     until_s = time.monotonic() + 5.0
     while psutil.pid_exists(child) and time.monotonic() < until_s:  # its new parent has to bury it
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -47,9 +53,62 @@ def test_it_takes_its_group_along(tmp_path: Path, model: Path) -> None:
 
 def test_a_server_that_ends_says_why_in_a_line(tmp_path: Path, model: Path) -> None:
     starting = vllm_server(VllmSpec(make_site(tmp_path / "site", BROKEN), model), 30.0)
-    reason = r"^vLLM ended with exit code 1: ImportError: no kernels for this GPU$"
-    with pytest.raises(PeerError, match=reason), starting:
+    reason = r"^vLLM ended with exit code 1: ImportError: no kernels for this GPU \(log: "
+    with pytest.raises(PeerError, match=reason) as caught, starting:
         pass
+    Path(str(caught.value).removesuffix(")").partition("(log: ")[2]).unlink()  # it stays for whoever wants to read it
+
+
+DEAD = """
+import time
+print("(APIServer pid=6) WARNING 11-30 03:24:49 [system_utils.py:299] errors like `OSError: Too many open files`")
+print("(EngineCore pid=7) ERROR 11-30 03:25:02 [core.py:1330] EngineCore failed to start.")
+print("(EngineCore pid=7) ERROR 11-30 03:25:02 [core.py:1330] torch.OutOfMemoryError: CUDA out of memory.")
+print("(APIServer pid=6) RuntimeError: Engine core initialization failed. See root cause above.", flush=True)
+time.sleep(60)
+"""
+
+
+def test_an_engine_that_dies_behind_a_living_server_is_not_waited_for(tmp_path: Path, model: Path) -> None:
+    log = tmp_path / "vllm.log"
+    starting = vllm_server(VllmSpec(make_site(tmp_path / "site", DEAD), model), 30.0, log)
+    with pytest.raises(PeerError) as caught, starting:
+        pass
+    cause = "torch.OutOfMemoryError: CUDA out of memory."
+    assert str(caught.value) == f"vLLM's engine did not start: {cause} (log: {log})"
+    assert "See root cause above" in log.read_text()
+
+
+STARTER = """
+import os, signal, sys
+from pathlib import Path
+from p99lab.lab.vllm_server import VllmSpec, vllm_server
+site, model, log = map(Path, sys.argv[1:])
+with vllm_server(VllmSpec(site, model), 30.0, log) as url:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+FORKING = """
+import os, sys
+if os.fork() == 0:
+    os.execv("/bin/sleep", [sys.argv[2], "60"])  # named after the model's folder
+"""
+
+
+def test_its_engine_does_not_outlive_whoever_started_it(tmp_path: Path, model: Path) -> None:
+    site = make_site(tmp_path / "site", FORKING + SERVER)
+    command = [sys.executable, "-c", STARTER, str(site), str(model), str(tmp_path / "vllm.log")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    until_s = time.monotonic() + 10.0
+    while (left := _named(str(tmp_path))) and time.monotonic() < until_s:
+        time.sleep(0.05)
+    assert not left
+
+
+def _named(text: str) -> list[int]:
+    """Processes whose command line holds a text, zombies apart."""
+    found = psutil.process_iter(["pid", "cmdline", "status"])
+    alive = (each.info for each in found if each.info["status"] != psutil.STATUS_ZOMBIE)
+    return [info["pid"] for info in alive if any(text in part for part in info["cmdline"] or ())]
 
 
 def test_its_process_sees_its_own_packages_alone(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,6 +119,7 @@ def test_its_process_sees_its_own_packages_alone(tmp_path: Path, model: Path, mo
     assert environment["PYTHONPATH"] == str(tmp_path / "site")
     assert environment["PATH"].split(os.pathsep)[0] == str(tmp_path / "site" / "bin")
     assert "CUDA_MODULE_LOADING" not in environment
+    assert environment["SPT_NOENV"] == "1"  # a run's processes are found by their environment
     assert environment["VLLM_USE_FLASHINFER_SAMPLER"] == "0"
     (tmp_path / "site" / "flashinfer").mkdir()
     assert "VLLM_USE_FLASHINFER_SAMPLER" not in spec.environment()
@@ -70,7 +130,13 @@ def test_what_it_is_told(tmp_path: Path, model: Path) -> None:
     best = spec_of(str(site), str(model), [])
     assert best is not None
     assert best.arguments == BEST_FLAGS
-    assert "--enable-prompt-tokens-details" in best.command(8000)
+    assert best.version == "unknown"
+    (site / "vllm-0.26.0.dist-info").mkdir()
+    (site / "vllm-0.26.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")
+    assert best.version == "0.26.0"
+    command = best.command(8000)
+    assert command[command.index("serve") + 1] == str(model)
+    assert "--enable-prompt-tokens-details" in command
     other = spec_of(str(site), str(model), ["--enforce-eager"])
     assert other is not None
     assert other.arguments == ("--enforce-eager",)

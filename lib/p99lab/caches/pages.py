@@ -37,6 +37,14 @@ class PageCopy:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class PageMoves:
+    """Copy pages `sources` to pages `targets` ([N] int32, all distinct), in every layer, before the step's copies."""
+
+    sources: IntArray
+    targets: IntArray
+
+
 class PagePool:
     """`num_pages` pages of `page_size` tokens each: pure bookkeeping, no memory behind it.
 
@@ -75,6 +83,25 @@ class PagePool:
         self._is_free[pages + 1] = False
         self.num_free -= num_pages
         return pages
+
+    def clear_run(self, num_pages: int) -> PageMoves | None:
+        """Move cached pages to free ones so that `num_pages`, of which so many are free, can be allocated as one run.
+
+        The run with the fewest pages to move is taken; where pages in use leave room for none, the fewest runs.
+        Whoever keeps the cached pages must call them by their new numbers. None: there is nothing to move.
+        """
+        if num_pages <= _runs_of(self._is_free)[1].max(initial=0):
+            return None
+        cleared = self._clearest(num_pages)
+        sources = cleared[self.in_tree[cleared]]
+        if len(sources) == 0:
+            return None
+        is_target = self._is_free[1:-1].copy()
+        is_target[cleared] = False
+        targets = np.flatnonzero(is_target)[: len(sources)].astype(np.int32)
+        self.in_tree[sources], self.in_tree[targets] = False, True
+        self._is_free[sources + 1], self._is_free[targets + 1] = True, False
+        return PageMoves(sources, targets)
 
     def pin(self, pages: IntArray) -> None:
         """One more reference on each of `pages`, all of them in the tree."""
@@ -138,13 +165,23 @@ class PagePool:
     def _choose(self, num_pages: int) -> IntArray:
         if num_pages == 0:
             return np.empty(0, np.int32)
-        edges = np.flatnonzero(self._is_free[1:] != self._is_free[:-1])
-        starts, lengths = edges[0::2], edges[1::2] - edges[0::2]
+        starts, lengths = _runs_of(self._is_free)
         fitting = np.flatnonzero(lengths >= num_pages)
         if len(fitting):
             start = starts[fitting[lengths[fitting].argmin()]]
             return np.arange(start, start + num_pages, dtype=np.int32)
         return self._gather(starts, lengths, num_pages)
+
+    def _clearest(self, num_pages: int) -> IntArray:
+        """Pages nobody holds, in one run with as few of the tree as can be, or in the fewest runs; ascending."""
+        held = np.concatenate([[1], self.references, [1]]) > 0
+        starts, lengths = _runs_of(~held)
+        if lengths.max(initial=0) < num_pages:
+            return self._gather(starts, lengths, num_pages)
+        num_held, num_kept = (np.append(0, np.cumsum(one)) for one in (held[1:-1], self.in_tree))
+        window_held, window_kept = (total[num_pages:] - total[:-num_pages] for total in (num_held, num_kept))
+        start = np.where(window_held == 0, window_kept, self.num_pages + 1).argmin()
+        return np.arange(start, start + num_pages, dtype=np.int32)
 
     @staticmethod
     def _gather(starts: NDArray[np.intp], lengths: NDArray[np.intp], num_pages: int) -> IntArray:
@@ -169,3 +206,9 @@ class PagePool:
     def _require(ok: NDArray[np.bool_], problem: str) -> None:
         if not ok.all():
             raise AccountingError(f"pages {np.flatnonzero(~ok).tolist()}: {problem}")
+
+
+def _runs_of(flags: NDArray[np.bool_]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """First page and length of each run of set flags; a page's flag is at index page + 1, between two that are not."""
+    edges = np.flatnonzero(flags[1:] != flags[:-1])
+    return edges[0::2], edges[1::2] - edges[0::2]

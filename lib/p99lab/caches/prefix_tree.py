@@ -16,14 +16,16 @@ questions hang below a document. Byte order within a token does not matter for t
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from p99lab.caches.eviction import EvictionOrder, least_recently_used
-from p99lab.caches.pages import IntArray, PageCopy, PagePool
+from p99lab.caches.pages import IntArray, PageCopy, PageMoves, PagePool
 from p99lab.errors import AccountingError
+
+MIN_RUN_PAGES = 16  # fewer may lie apart: they cost a step little
 
 NO_PAGES: IntArray = np.empty(0, np.int32)
 NO_PAGES.setflags(write=False)
@@ -45,14 +47,14 @@ class Node:
 class Match:
     """What the tree holds of a sequence: `pages` whole pages, then `num_tail_tokens` first tokens of page `source`.
 
-    `path`: the nodes that hold these, from the root's child on. `end`: the deepest node (or the root) of which whole
-    pages match, and `num_end_pages` how many of its own.
+    `end`: the deepest node (or the root) of which whole pages match, and `num_end_pages` how many of its own. `last`:
+    the node that holds the last of the tokens, in `source` or, without one, `end`.
     """
 
-    path: tuple[Node, ...]
     pages: IntArray
     end: Node
     num_end_pages: int
+    last: Node
     source: int | None = None
     num_tail_tokens: int = 0
 
@@ -66,13 +68,15 @@ class Match:
 class Grant:
     """Pages for a request: `pages` is its page table, of which `num_cached_tokens` tokens need no computing.
 
-    Every page of the table carries one reference of the caller's. `copy`, where there is one, must be executed before
-    anything is computed; its source is pinned until `PrefixTree.finish_copy`.
+    Every page of the table carries one reference of the caller's. `moves` and `copy`, where there are any, must be
+    executed before anything is computed: first the moves of all grants, in the order of these, then the copies. A
+    copy's source is pinned until `PrefixTree.finish_copy`.
     """
 
     pages: IntArray
     num_cached_tokens: int
     copy: PageCopy | None = None
+    moves: PageMoves | None = None
 
 
 class PrefixTree:
@@ -80,36 +84,41 @@ class PrefixTree:
 
     References of page tables and copies lie along paths from the root: whoever holds a page holds all pages before it
     on its path. So every cached page can be evicted, and `num_free + num_cached` pages can be had at any time.
+
+    Whoever is granted `min_run_pages` or more gets them in one run of consecutive pages, as far as no page in use is in
+    the way: cached pages are moved out of it. Eviction frees pages here and there, and kernels for long prefixes want
+    them side by side; copying a page takes a thousandth of the time that computing it does.
     """
 
-    def __init__(self, pool: PagePool, enabled: bool = True) -> None:
+    def __init__(self, pool: PagePool, enabled: bool = True, min_run_pages: int = MIN_RUN_PAGES) -> None:
         self.pool = pool
         self.enabled = enabled
+        self._min_run_pages = min_run_pages
         self._root = Node(NO_PAGES, NO_PAGES, None)
         self._order: EvictionOrder[Node] = EvictionOrder(least_recently_used)
         self._clock = 0
 
-    def grant(self, token_ids: IntArray, num_tokens: int, max_cached_tokens: int | None = None) -> Grant | None:
+    def grant(
+        self, token_ids: IntArray, num_tokens: int, max_cached_tokens: int | None = None, num_later_tokens: int = 0
+    ) -> Grant | None:
         """Match, pin and allocate pages for the first `num_tokens` of `token_ids`, evicting as needed.
 
         No more than `max_cached_tokens` come from the tree (0: all are to be computed), and at least one token is left
-        to compute. None when the pages cannot be had; then nothing at all has changed.
+        to compute. Pages for `num_later_tokens` more are granted too where they can be had, so that what comes later
+        lies beside what is there. None when the pages cannot be had; then nothing at all has changed.
         """
         num_wanted = num_tokens - 1 if max_cached_tokens is None else min(num_tokens - 1, max_cached_tokens)
         match = self._match(token_ids[:num_wanted] if self.enabled else NO_PAGES)
-        grant = self._take(match, num_tokens)
+        num_pages = self.pool.pages_for(num_tokens + num_later_tokens)
+        least = self.pool.pages_for(num_tokens)
+        grant = self._take(match, num_pages) or self._take(match, least)
         if grant is None and match.source is not None:  # the source may be the very page that is missing
-            grant = self._take(replace(match, source=None, num_tail_tokens=0), num_tokens)
+            grant = self._take(replace(match, source=None, num_tail_tokens=0), least)
         return grant
 
     def extend(self, num_pages: int) -> IntArray | None:
         """`num_pages` more private pages, evicting as needed, or None (and no change) when they cannot be had."""
-        missing = num_pages - self.pool.num_free
-        if missing > self.pool.num_cached:
-            return None
-        if missing > 0 and self.evict(missing) != missing:
-            raise AccountingError("cached pages cannot be evicted")
-        return self.pool.allocate(num_pages)
+        return self.pool.allocate(num_pages) if self._make_room(num_pages) else None
 
     def insert(
         self, token_ids: IntArray, pages: IntArray, final: bool = False, keep_replaced: bool = False
@@ -132,17 +141,17 @@ class PrefixTree:
         num_whole = len(match.pages)
         if num_whole * size + match.num_tail_tokens == len(tokens):
             rest = NO_PAGES if match.source is None else np.array([match.source], np.int32)
-            path = match.path
+            last = match.last
         else:
             rest = pages[num_whole:].copy()
             self.pool.enter_tree(rest)
-            path = (*match.path, self._attach(match, tokens[num_whole * size :].copy(), rest))
+            last = self._attach(match, tokens[num_whole * size :].copy(), rest)
         entered = np.concatenate([match.pages, rest])
         replaced = entered != pages
         self.pool.pin(entered[replaced])
         if not keep_replaced:
             self.pool.unpin(pages[replaced])
-        self._use(path)
+        self._use(last)
         return entered
 
     def release(self, pages: IntArray) -> None:
@@ -158,8 +167,8 @@ class PrefixTree:
         return self._match(token_ids if self.enabled else NO_PAGES).pages
 
     def touch(self, token_ids: IntArray) -> None:
-        """Count what the tree holds of `token_ids` as used now, so that it is evicted late."""
-        self._use(self._match(token_ids).path)
+        """Count the whole pages that the tree holds of `token_ids` as used now, so that they are evicted late."""
+        self._use(self._match(token_ids).end)
 
     def forget_except(self, prefixes: Iterable[IntArray]) -> None:
         """Evict every cached page that holds none of `prefixes`' tokens: as if only these had been computed."""
@@ -201,7 +210,7 @@ class PrefixTree:
         """`held`: pages in which the caller has `tokens`; those of them that the tree has too need no comparing."""
         size = self.pool.page_size
         node, num_end_pages, at = self._root, 0, 0
-        path: list[Node] = []
+        last = node
         pages: list[IntArray] = [NO_PAGES]
         source, num_tail_tokens = None, 0
         while at < len(tokens) and num_end_pages == len(node.pages):
@@ -209,14 +218,14 @@ class PrefixTree:
             if child is None:
                 break
             num_whole, num_tail_tokens = divmod(num_common, size)
-            path.append(child)
+            last = child
             if num_tail_tokens:
                 source = int(child.pages[num_whole])
             if num_whole == 0:
                 break
             pages.append(child.pages[:num_whole])
             node, num_end_pages, at = child, num_whole, at + num_common
-        return Match(tuple(path), np.concatenate(pages), node, num_end_pages, source, num_tail_tokens)
+        return Match(np.concatenate(pages), node, num_end_pages, last, source, num_tail_tokens)
 
     def _nearest_child(self, node: Node, tokens: IntArray, held: IntArray) -> tuple[Node | None, int]:
         """The child that shares the most first tokens with `tokens`, and how many; (None, 0) when none shares any."""
@@ -230,17 +239,39 @@ class PrefixTree:
                 nearest, num_common = child, shared
         return nearest, num_common
 
-    def _take(self, match: Match, num_tokens: int) -> Grant | None:
+    def _take(self, match: Match, num_pages: int) -> Grant | None:
         held = match.held_pages
         self.pool.pin(held)
-        new = self.extend(self.pool.pages_for(num_tokens) - len(match.pages))
-        if new is None:
+        num_new = num_pages - len(match.pages)
+        if not self._make_room(num_new):
             self.pool.unpin(held)
             return None
-        self._use(match.path)
+        moves = self._clear_run(num_new) if num_new >= self._min_run_pages else None
+        new = self.pool.allocate(num_new)
+        if new is None:
+            raise AccountingError("the pages there was room for are gone")
+        self._use(match.end)  # what is copied need not stay
         copy = None if match.source is None else PageCopy(match.source, int(new[0]), match.num_tail_tokens)
         num_cached_tokens = len(match.pages) * self.pool.page_size + match.num_tail_tokens
-        return Grant(np.concatenate([match.pages, new]), num_cached_tokens, copy)
+        return Grant(np.concatenate([match.pages, new]), num_cached_tokens, copy, moves)
+
+    def _make_room(self, num_pages: int) -> bool:
+        """Evict until so many pages are free; False, and no change, when they cannot be had."""
+        missing = num_pages - self.pool.num_free
+        if missing > self.pool.num_cached:
+            return False
+        if missing > 0 and self.evict(missing) != missing:
+            raise AccountingError("cached pages cannot be evicted")
+        return True
+
+    def _clear_run(self, num_pages: int) -> PageMoves | None:
+        moves = self.pool.clear_run(num_pages)
+        if moves is not None:
+            number = np.arange(self.pool.num_pages, dtype=np.int32)
+            number[moves.sources] = moves.targets
+            for node in self._nodes():
+                node.pages = number[node.pages]
+        return moves
 
     def _attach(self, match: Match, tokens: IntArray, pages: IntArray) -> Node:
         """Hang new tokens below the end of `match`: at the end of a leaf of whole pages, else as a child."""
@@ -295,10 +326,12 @@ class PrefixTree:
         leaf.tokens = leaf.tokens[: num_left * self.pool.page_size]
         return num_trimmed
 
-    def _use(self, path: Sequence[Node]) -> None:
+    def _use(self, node: Node | None) -> None:
+        """A node, and all that lead to it, are used now."""
         self._clock += 1
-        for node in path:
+        while node is not None:
             node.last_used = self._clock
+            node = node.parent
 
     def _key(self, node: Node) -> bytes:
         return node.tokens[: self.pool.page_size].tobytes()

@@ -10,19 +10,20 @@ import torch
 
 from p99lab.engine.attention.base import AttentionBackend, GraphAttention
 from p99lab.engine.attention.reference import ReferenceAttention
-from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig
+from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig, GraphsConfig
 from p99lab.engine.costs import H200, StepCost, device_costs
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import Row, StepPlan
+from p99lab.engine.plan import PrefixGroup, Row, StepPlan
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.runner import ModelRunner, Runner
 from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError
 
 MAX_REHEARSED_TOKENS = 16384  # a larger first step takes seconds, and memory that grows with it was reserved
+REHEARSED_ROWS = (1, 2, 4, 8, 16, 32, 64)  # of decode steps: kernels are compiled for as many, up to a power of two
 MIN_LONG_TOKENS = 2048  # what a row has seen before, so that each attention kernel has its part
 
 LOGGER = logging.getLogger(__name__)
@@ -39,11 +40,16 @@ def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRu
     """
     try:
         if pool.k.device.type != "cuda":
-            return _make_runner(config, weights, pool)
+            return _make_runner(config, weights, pool)[0]
         with torch.cuda.device(pool.k.device):
-            runner = _make_runner(config, weights, pool)
-            rehearse(runner, pool, config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
-    except torch.OutOfMemoryError:
+            runner, ways = _make_runner(config, weights, pool)
+            for attention, graphs in ways:
+                runner.reconfigure(attention, graphs)
+                num_tokens = graphs.max_num_tokens if graphs.enabled else config.scheduler.max_num_batched_tokens
+                rehearse(runner, pool, num_tokens, config.scheduler.max_num_seqs)
+    except RuntimeError as error:  # ending a capture that ran out of memory fails too, and then says so instead
+        if not any(isinstance(one, torch.OutOfMemoryError) for one in (error, error.__context__)):
+            raise
         wanted = f"steps of up to {config.scheduler.max_num_batched_tokens} tokens"
         raise BadParameterError(f"{wanted} do not fit beside weights and pool: fewer tokens, or fewer pages") from None
     return runner
@@ -70,13 +76,20 @@ def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int, max_num_seqs: in
         [row(whole, 0, plain)],
         [row(few, long, plain)],
         [row(few, long, plain), row(1, long, random), row(1, 1, plain)],
-        [row(1, long, plain)],
         [row(1, 0, random)] * max_num_seqs,
     ):
         runner.execute(StepPlan(0, tuple(rows)))
+    for num_rows in REHEARSED_ROWS:
+        if num_rows <= max_num_seqs:
+            shared = PrefixGroup(tuple(range(num_rows)), 0, long // pool.page_size)
+            groups = (shared,) if num_rows > 1 and shared.num_pages else ()
+            runner.execute(StepPlan(0, (row(1, long, plain),) * num_rows, groups))
 
 
-def _make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+def _make_runner(
+    config: EngineConfig, weights: Weights, pool: KVPool
+) -> tuple[ModelRunner, list[tuple[AttentionConfig, GraphsConfig]]]:
+    """A runner, and the ways in which it may come to run a step; the last is the one that is configured."""
     model = LlamaModel(weights)
     sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=pool.k.device)
     attentions = Attentions(pool, weights.geometry)
@@ -86,7 +99,13 @@ def _make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelR
         wanted = shapes(config.scheduler.max_num_seqs, config.graphs.max_num_tokens)
         with torch.inference_mode():
             graphs = StepGraphs(model, attentions.spans, sampled, wanted)
-    return ModelRunner(model, pool, attention, config.seed, sampled, graphs, attentions.choose)
+    runner = ModelRunner(model, pool, attention, config.seed, sampled, graphs, attentions.choose)
+    ways = [(config.attention, config.graphs.model_copy(update={"enabled": False}))]
+    if config.attention.kernels == "spans" and attention is not attentions.reference:
+        ways.insert(0, (config.attention.model_copy(update={"kernels": "paged"}), ways[0][1]))  # for scattered pages
+    if graphs is not None:
+        ways.append((config.attention, config.graphs))
+    return runner, ways
 
 
 class Attentions:
@@ -138,5 +157,7 @@ class Attentions:
             return f"it needs a GPU, the device is '{device}'"
         from p99lab.engine.attention import flashinfer, paged
 
-        unsupported = paged.unsupported if config.kernels == "paged" else flashinfer.unsupported
-        return unsupported(device, dtype, self._geometry)
+        missing = paged.unsupported(device, dtype, self._geometry)  # spans leave it the steps over scattered pages
+        if missing is None and config.kernels == "spans":
+            missing = flashinfer.unsupported(device, dtype, self._geometry)
+        return missing

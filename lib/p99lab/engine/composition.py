@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -13,8 +13,9 @@ from p99lab.engine.request import Request
 
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens: what prompts get of a step even if decoding alone takes longer than the bound
+NUM_ROUNDS = 4  # in which the time of a step is given out
 
-Share = tuple[Request, int]
+ScheduledTokens = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
 
 
@@ -25,18 +26,26 @@ class Composition(Protocol):
         """Prompt tokens that a step could still take if one more request were admitted."""
         ...
 
-    def shares(self, running: Sequence[Request]) -> list[Share]:
+    def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
         """Who computes how many tokens in this step; at least one share when anybody has tokens left to compute."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """How long a step may take while requests decode. `decode_time_s`: of a step that decodes these and no more."""
+    """How long a step may take while requests decode. `step_time_s`: predicted, of a step that computes these."""
 
     max_step_s: float
     costs: StepCost
-    decode_time_s: Callable[[Sequence[Request]], float]
+    step_time_s: Callable[[Sequence[ScheduledTokens]], float]
+
+
+class Prompt(NamedTuple):
+    """What a step has not been given yet of a prompt: `num_left` tokens from position `start` on."""
+
+    request: Request
+    start: int
+    num_left: int
 
 
 class Budget(NamedTuple):
@@ -47,7 +56,7 @@ class Budget(NamedTuple):
     num_owed: int
 
     def part(self, share: float) -> Budget:
-        """A share of it, rounded up; no time where none is left, or where it is not bounded."""
+        """`share` of the tokens, rounded up, and of the time left; 0 s if unbounded: then tokens decide."""
         seconds = self.seconds * share if 0.0 < self.seconds < math.inf else 0.0
         return Budget(math.ceil(self.num_tokens * share), seconds, math.ceil(self.num_owed * share))
 
@@ -80,46 +89,61 @@ class Chunked:
         short = [remaining(request) for request in prompts if remaining(request) <= num_tokens]
         return num_tokens - sum(short) - (math.ceil(num_tokens * LONG_SHARE) if len(short) < len(prompts) else 0)
 
-    def shares(self, running: Sequence[Request]) -> list[Share]:
+    def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
         decoding, prompts = _parted(running)
-        decoding = decoding[: self.max_num_batched_tokens]
-        num_tokens = self.max_num_batched_tokens - len(decoding)
-        shares = [(request, 1) for request in decoding]
-        if prompts and num_tokens:
-            shares += self._split(prompts, self._budget(num_tokens, decoding))
-        return shares
+        rows = [(request, 1) for request in decoding[: self.max_num_batched_tokens]]
+        num_tokens = self.max_num_batched_tokens - len(rows)
+        if not prompts or not num_tokens:
+            return rows
+        if self.bound is None or not rows:
+            return rows + self._split(_parts(prompts, {}), Budget(num_tokens, math.inf, MIN_CHUNK))
+        return rows + self._bounded(rows, prompts, num_tokens, self.bound)
 
-    def _budget(self, num_tokens: int, decoding: Sequence[Request]) -> Budget:
-        if self.bound is None or not decoding:
-            return Budget(num_tokens, math.inf, MIN_CHUNK)
-        return Budget(num_tokens, self.bound.max_step_s - self.bound.decode_time_s(decoding), MIN_CHUNK)
+    def _bounded(
+        self, rows: list[ScheduledTokens], prompts: Sequence[Request], num_tokens: int, bound: StepBound
+    ) -> list[ScheduledTokens]:
+        """Chunks of prompts beside decode rows.
 
-    def _split(self, prompts: Sequence[Request], budget: Budget) -> list[Share]:
-        order = sorted(prompts, key=lambda request: (self.urgency(request), remaining(request) > budget.num_tokens))
-        num_ahead = next((i for i, request in enumerate(order) if remaining(request) > budget.num_tokens), len(order))
+        A chunk is priced as if all its computing came on top, though much of it passes while memory is read for the
+        decode rows. So what the step as a whole leaves of the bound is given out again.
+        """
+        chunks: dict[Request, int] = {}
+        for number in range(NUM_ROUNDS):
+            seconds = bound.max_step_s - bound.step_time_s([*rows, *chunks.items()])
+            budget = Budget(num_tokens - sum(chunks.values()), seconds, 0 if number else MIN_CHUNK)
+            more = self._split(_parts(prompts, chunks), budget)
+            for request, size in more:
+                chunks[request] = chunks.get(request, 0) + size
+            if not more:
+                break
+        return list(chunks.items())
+
+    def _split(self, prompts: Sequence[Prompt], budget: Budget) -> list[ScheduledTokens]:
+        order = sorted(prompts, key=lambda one: (self.urgency(one.request), one.num_left > budget.num_tokens))
+        num_ahead = next((i for i, one in enumerate(order) if one.num_left > budget.num_tokens), len(order))
         kept = budget.part(LONG_SHARE) if num_ahead < len(order) else Budget(0, 0.0, 0)
         ahead, left = self._fill(order[:num_ahead], budget.minus(kept))
         behind, _ = self._fill(order[num_ahead:], left.plus(kept))
         return ahead + behind
 
-    def _fill(self, prompts: Sequence[Request], budget: Budget) -> tuple[list[Share], Budget]:
+    def _fill(self, prompts: Sequence[Prompt], budget: Budget) -> tuple[list[ScheduledTokens], Budget]:
         """In order, each as much as is left; and what is left then."""
-        shares: list[Share] = []
-        for request in prompts:
-            num_affordable = max(budget.num_owed, self._chunk_tokens(request, budget.seconds))
-            size = min(remaining(request), budget.num_tokens, num_affordable)
+        chunks: list[ScheduledTokens] = []
+        for one in prompts:
+            num_affordable = max(budget.num_owed, self._chunk_tokens(one, budget.seconds))
+            size = min(one.num_left, budget.num_tokens, num_affordable)
             if size > 0:
-                shares.append((request, size))
-                budget = budget.minus(Budget(size, self._chunk_time_s(request, size), size))
-        return shares, budget
+                chunks.append((one.request, size))
+                budget = budget.minus(Budget(size, self._chunk_time_s(one, size), size))
+        return chunks, budget
 
-    def _chunk_tokens(self, request: Request, seconds: float) -> int:
+    def _chunk_tokens(self, prompt: Prompt, seconds: float) -> int:
         if self.bound is None or seconds == math.inf:
-            return remaining(request)
-        return self.bound.costs.chunk_tokens(seconds, request.num_computed_tokens)
+            return prompt.num_left
+        return self.bound.costs.chunk_tokens(seconds, prompt.start)
 
-    def _chunk_time_s(self, request: Request, num_tokens: int) -> float:
-        return 0.0 if self.bound is None else self.bound.costs.chunk_time_s(num_tokens, request.num_computed_tokens)
+    def _chunk_time_s(self, prompt: Prompt, num_tokens: int) -> float:
+        return 0.0 if self.bound is None else self.bound.costs.chunk_time_s(num_tokens, prompt.start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +155,9 @@ class Stock:
     def room(self, running: Sequence[Request]) -> int:
         return self.max_num_batched_tokens - sum(remaining(request) for request in running if is_prompt(request))
 
-    def shares(self, running: Sequence[Request]) -> list[Share]:
+    def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
         prompts = [request for request in running if is_prompt(request)]
-        shares: list[Share] = []
+        shares: list[ScheduledTokens] = []
         left = self.max_num_batched_tokens
         for request in prompts:
             left -= remaining(request)
@@ -162,3 +186,11 @@ def _parted(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         elif remaining(request):
             decoding.append(request)
     return decoding, prompts
+
+
+def _parts(prompts: Iterable[Request], given: Mapping[Request, int]) -> list[Prompt]:
+    """What is left of prompts of which a step has so many tokens already."""
+    parts = (
+        Prompt(one, one.num_computed_tokens + given.get(one, 0), remaining(one) - given.get(one, 0)) for one in prompts
+    )
+    return [part for part in parts if part.num_left]

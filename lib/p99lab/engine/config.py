@@ -10,6 +10,8 @@ from p99lab.strict import StrictModel
 
 MAX_NUM_SEQS = 4096  # rows that the runner has room for
 
+KVLayout = Literal["NHD", "HND"]
+
 
 class ModelConfig(StrictModel):
     """`name`: a model of `p99lab models list`, a directory, or `dummy:<geometry>`."""
@@ -24,12 +26,14 @@ class CacheConfig(StrictModel):
     """The page pool and its tree.
 
     `num_pages` None: as many as a share of the device's free memory holds. `prefix_cache` off: nothing is found and
-    nothing is kept.
+    nothing is kept. `kv_layout`, in FlashInfer's names: each token's heads lie side by side in memory (NHD), or each
+    head's tokens (HND), pages of one head behind each other.
     """
 
     page_size: int = Field(64, ge=1)
     num_pages: int | None = Field(None, ge=2)
     prefix_cache: bool = True
+    kv_layout: KVLayout = "NHD"
 
 
 class SchedulerConfig(StrictModel):
@@ -40,7 +44,9 @@ class SchedulerConfig(StrictModel):
     `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never). With `overlap` a
     step is planned and launched while the one before it runs. `max_step_s`: while requests decode, `chunked` gives
     prompts no more of a step than keeps its predicted device time within that. `max_hold_s`: for how long a waiting
-    request may be passed by others of its urgency whose document has more company.
+    request may be passed by others of its urgency whose document has more company. `reserve_tokens`: pages for so many
+    tokens that a request may yet sample are taken together with those it needs, where they can be had: side by side,
+    they are one span of keys.
     """
 
     composition: Literal["stock", "chunked"] = "chunked"
@@ -51,6 +57,7 @@ class SchedulerConfig(StrictModel):
     overlap: bool = False
     max_step_s: float | None = Field(None, gt=0)
     max_hold_s: float = Field(0.0, ge=0)
+    reserve_tokens: int = Field(256, ge=0)
 
 
 class GroupingConfig(StrictModel):

@@ -5,8 +5,8 @@ a key head are folded into its rows, rows are cut into tiles, keys into segments
 an item that one of the device's slots works off. The longest slot decides, unless memory or the device's whole rate
 does: all slots together multiply more slowly than as many alone, because the clock follows the power.
 
-Every constant is measured (`docs/log.md` has the figures); a device nobody has measured has no costs, and what would
-ask for them falls back on thresholds.
+Rates and times are measured or fitted to whole steps, see each device. A GPU nobody has measured has no costs, and what
+would ask for them falls back on thresholds; any CPU is taken for the two cores below.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ small matrix, folded as in `state_kernels`. 16 to 64 of them do not fill the til
 two to eight times as much as there is, and lowers the clock by the power that this takes. Here a tile has as many rows
 as there are, and what is left is to keep memory busy. Runs are cut into items and these dealt to a fixed number of
 lanes (`attention.lanes`). A lane is one program for each kv head: neighbouring programs read heads of the same keys,
-which lie side by side in memory.
+which lie side by side in memory, or far apart (`CacheConfig.kv_layout`).
 
 A program can also touch keys long before it reads them (`Pipeline.ahead_keys`), for the sake of their addresses: a step
 may read more memory than the chip holds translations for.
@@ -19,10 +19,10 @@ read from the device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from p99lab.engine.kernels import pool_strides
 from p99lab.engine.needs_triton import tl, triton
 
 BLOCK_ROWS = (16, 32, 64)
@@ -34,15 +34,14 @@ PAGE_BYTES = 2 << 20  # what one address translation covers
 class Pipeline:
     """How a program reads: `block_keys` keys at a time, `num_stages` of such blocks on their way or in use.
 
-    Blocks come by the tensor memory accelerator if `bulk`, otherwise by asynchronous copies of 16 bytes. A line of the
-    keys and one of the values that come `ahead_keys` later in the lane is asked for with each block, so that their
-    addresses are translated by then; 0: not. Only compiled kernels can, interpreted ones cannot.
+    Blocks come by asynchronous copies of 16 bytes. A line of the keys and one of the values that come `ahead_keys`
+    later in the lane is asked for with each block, so that their addresses are translated by then; 0: not. Only
+    compiled kernels can, interpreted ones cannot.
     """
 
     block_keys: int
     num_stages: int
     num_warps: int
-    bulk: bool
     ahead_keys: int = 0
 
 
@@ -64,7 +63,7 @@ def attend_runs(
 
     Args:
         q: [T, q_heads, dim] in bf16 or fp16, dim a power of two >= 16.
-        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads.
+        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads; see `kernels.pool_strides`.
         tokens: [M] int32, the token of each partial row.
         items: [N, 4] int32: first partial row, number of rows, first slot, number of keys. There are keys, and rows
             times group are at most block_rows, group being q_heads / kv_heads.
@@ -77,7 +76,7 @@ def attend_runs(
     """
     _, num_q, dim = q.shape
     num_kv = k_pool.shape[1]
-    assert all(tensor.is_contiguous() for tensor in (q, k_pool, v_pool, items, out, lse))
+    assert all(tensor.is_contiguous() for tensor in (q, items, out, lse))
     assert q.dtype == k_pool.dtype == v_pool.dtype
     assert out.shape[1:] == k_pool.shape[1:]
     assert lse.shape == out.shape[:2]
@@ -85,21 +84,14 @@ def attend_runs(
     assert block_rows in BLOCK_ROWS
     assert scale > 0
     assert pipeline.ahead_keys >= 0
-    blocks = [_blocks(pool, pipeline.block_keys) if pipeline.bulk else None for pool in (k_pool, v_pool)]
-    page_keys = max(1, PAGE_BYTES // (num_kv * dim * k_pool.element_size()))
-    ahead = (pipeline.ahead_keys, page_keys)
+    slot_stride, head_stride = pool_strides(k_pool, v_pool)
+    page_keys = max(1, PAGE_BYTES // (slot_stride * k_pool.element_size()))
+    pools, ahead = (k_pool, v_pool, head_stride, slot_stride), (pipeline.ahead_keys, page_keys)
     sizes = (num_kv, num_q // num_kv, dim, block_rows, pipeline.block_keys, TAIL_KEYS, *ahead)
     _attend_runs[((len(lane_indptr) - 1) * num_kv,)](
-        q, k_pool, v_pool, *blocks, tokens, items, lane_indptr, out, lse, scale, *sizes,
+        q, *pools, tokens, items, lane_indptr, out, lse, scale, *sizes,
         num_warps=pipeline.num_warps, num_stages=pipeline.num_stages,
     )  # fmt: skip
-
-
-def _blocks(pool: torch.Tensor, block_keys: int) -> Any:
-    """The descriptor of a pool whose blocks are `block_keys` keys of one head."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(pool.flatten(1), [block_keys, pool.shape[2]])
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "items", "lane_indptr", "lse"])
@@ -107,8 +99,8 @@ def _attend_runs(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
-    k_blocks: tl.tensor_descriptor,
-    v_blocks: tl.tensor_descriptor,
+    head_stride: int,
+    slot_stride: tl.constexpr,
     tokens: tl.tensor,
     items: tl.tensor,
     lane_indptr: tl.tensor,
@@ -126,11 +118,10 @@ def _attend_runs(
 ) -> None:
     """One program a kv head of a lane. The state is that of `state_kernels`: peak, total, and the mixed values."""
     log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
-    stride: tl.constexpr = num_kv * dim
     lane, head = tl.program_id(0) // num_kv, tl.program_id(0) % num_kv
     row, dims = tl.arange(0, block_rows), tl.arange(0, dim)[None, :]
     in_block, in_tail = tl.arange(0, block_keys)[:, None], tl.arange(0, tail_keys)[:, None]
-    column = head * dim
+    column = head.to(tl.int64) * head_stride
     index, end = tl.load(lane_indptr + lane), tl.load(lane_indptr + lane + 1)
     while index < end:
         item = items + index * 4
@@ -140,7 +131,7 @@ def _attend_runs(
             more = index + 1 < end  # asking goes on with the lane's next item
             next_start, next_keys = tl.load(item + 6, mask=more, other=0), tl.load(item + 7, mask=more, other=0)
             for at in tl.static_range(page_keys, ahead_keys, page_keys):
-                _ask(k_pool, v_pool, start + at, column, stride, at < num_keys)
+                _ask(k_pool, v_pool, start + at, column, slot_stride, at < num_keys)
         here = row < num_rows * group
         token = tl.load(tokens + first_row + row // group, mask=here, other=0).to(tl.int64)
         query = (token * num_kv + head) * group + row % group
@@ -153,18 +144,14 @@ def _attend_runs(
             if ahead_keys > 0:
                 later = at + ahead_keys
                 slot = tl.where(later < num_keys, start, next_start - num_keys) + later
-                _ask(k_pool, v_pool, slot, column, stride, later < num_keys + next_keys)
-            if k_blocks is not None:
-                some_k = k_blocks.load([start + at, column])
-                some_v = v_blocks.load([start + at, column])
-            else:
-                block = (start + at).to(tl.int64) * stride + column + in_block * stride + dims
-                some_k, some_v = tl.load(k_pool + block), tl.load(v_pool + block)
+                _ask(k_pool, v_pool, slot, column, slot_stride, later < num_keys + next_keys)
+            block = (start + at).to(tl.int64) * slot_stride + column + in_block * slot_stride + dims
+            some_k, some_v = tl.load(k_pool + block), tl.load(v_pool + block)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")  # [block_rows, block_keys]
             peak, total, mixed = _with_more(peak, total, mixed, scores, some_v, log2_scale)
         for at in range(whole, num_keys, tail_keys):
             seen = at + in_tail < num_keys
-            block = (start + at).to(tl.int64) * stride + column + in_tail * stride + dims
+            block = (start + at).to(tl.int64) * slot_stride + column + in_tail * slot_stride + dims
             some_k = tl.load(k_pool + block, mask=seen, other=0.0)
             some_v = tl.load(v_pool + block, mask=seen, other=0.0)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")

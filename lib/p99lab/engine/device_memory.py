@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from p99lab.engine.config import EngineConfig, SchedulerConfig
+from p99lab.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kv_pool import KVPool, affordable_pages, page_bytes, step_bytes
 from p99lab.errors import BadParameterError
@@ -30,7 +30,7 @@ def max_step_tokens(config: SchedulerConfig, geometry: Geometry) -> int:
 
 
 def pool_pages(config: EngineConfig, geometry: Geometry, device: torch.device) -> int:
-    """How many pages are asked for; else what the device affords beside the largest step, weights already loaded."""
+    """`cache.num_pages`, or what free memory holds beside the largest step. Call it after the weights are loaded."""
     if config.cache.num_pages is not None:
         return config.cache.num_pages
     dtype: torch.dtype = getattr(torch, config.model.dtype)
@@ -40,7 +40,7 @@ def pool_pages(config: EngineConfig, geometry: Geometry, device: torch.device) -
 
 
 def allocate_pool(
-    geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    geometry: Geometry, num_pages: int, cache: CacheConfig, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
     """See `KVPool.allocate`.
 
@@ -48,18 +48,23 @@ def allocate_pool(
         BadParameterError: the device has no room for it.
     """
     try:
-        return KVPool.allocate(geometry, num_pages, page_size, dtype, device)
+        return KVPool.allocate(geometry, num_pages, cache.page_size, dtype, device, cache.kv_layout)
     except (MemoryError, torch.OutOfMemoryError):
-        gib = num_pages * page_bytes(geometry, page_size, dtype) / 2**30
+        gib = num_pages * page_bytes(geometry, cache.page_size, dtype) / 2**30
         raise BadParameterError(f"a pool of {num_pages} pages takes {gib:.1f} GiB, more than '{device}' has") from None
 
 
-def require_reserved(config: EngineConfig, geometry: Geometry, reserved_tokens: int) -> None:
+def require_reserved(config: EngineConfig, geometry: Geometry, reserved: SchedulerConfig) -> None:
     """
     Raises:
-        BadParameterError: on a GPU, steps of more than `reserved_tokens`, for which memory was reserved.
+        BadParameterError: on a GPU, steps of more tokens or rows than `reserved` has, which memory was reserved for.
     """
-    num_tokens = max_step_tokens(config.scheduler, geometry)
-    if config.model.device != "cpu" and num_tokens > reserved_tokens:
-        reserved = f"memory is reserved for {reserved_tokens}, the most at the engine's start"
-        raise BadParameterError(f"steps of up to {num_tokens} tokens: {reserved}")
+    if config.model.device == "cpu":
+        return
+    for wanted, most, what in (
+        (max_step_tokens(config.scheduler, geometry), max_step_tokens(reserved, geometry), "tokens"),
+        (config.scheduler.max_num_seqs, reserved.max_num_seqs, "requests"),
+    ):
+        if wanted > most:
+            reason = f"memory is reserved for {most}, the most at the engine's start"
+            raise BadParameterError(f"steps of up to {wanted} {what}: {reason}")

@@ -18,7 +18,7 @@ from p99lab.caches.prefix_tree import PrefixTree
 from p99lab.engine.backends import make_runner
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost, device_costs
-from p99lab.engine.device_memory import allocate_pool, max_step_tokens, open_device, pool_pages, require_reserved
+from p99lab.engine.device_memory import allocate_pool, open_device, pool_pages, require_reserved
 from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent
 from p99lab.engine.interrupts import uninterrupted
 from p99lab.engine.kv_pool import KVPool
@@ -66,9 +66,9 @@ class Engine:
         weights, self.tokenizer = load(config.model)
         self.geometry = weights.geometry
         page_size = config.cache.page_size
-        self._max_step_tokens = max_step_tokens(config.scheduler, self.geometry)  # that memory is reserved for
+        self._reserved = config.scheduler  # what memory is reserved for
         num_pages = pool_pages(config, self.geometry, device)
-        pool = allocate_pool(self.geometry, num_pages, page_size, dtype, device)
+        pool = allocate_pool(self.geometry, num_pages, config.cache, dtype, device)
         self.config = config
         self.clock = clock
         self._tree = PrefixTree(PagePool(num_pages, page_size), enabled=config.cache.prefix_cache)
@@ -382,7 +382,7 @@ class Engine:
             if self._requests:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
             config = changed(self.config, scheduler, grouping, prefix_cache, attention, graphs)
-            require_reserved(config, self.geometry, self._max_step_tokens)
+            require_reserved(config, self.geometry, self._reserved)
             pipeline = self._new_pipeline(config)
             if attention is not None or graphs is not None:
                 runner.reconfigure(attention, graphs)

@@ -75,6 +75,8 @@ class StepGraphs:
     ) -> None:
         self._model, self._attention, self._sampled = model, attention, sampled
         self._memory: Any = None  # torch's handle of the graphs' pool
+        device = sampled.device  # torch's own stream for captures is on whichever device captured first
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         most = max(shape.num_samples for shape in wanted)
         self._logits = torch.empty(most, model.geometry.vocab_size, dtype=torch.float32, device=sampled.device)
         self._captured = [self._capture(shape) for shape in reversed(wanted)][::-1]
@@ -112,8 +114,10 @@ class StepGraphs:
         self._forward(logits, *parts)  # compiles and loads what capturing must not
         torch.cuda.synchronize(device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):  # other engines may step
+        mode = "thread_local"  # other engines may step meanwhile
+        with torch.cuda.graph(graph, self._memory, self._stream, capture_error_mode=mode):
             self._forward(logits, *parts)
+        graph.replay()  # the first replay sends the graph to the device
         self._memory = graph.pool()
         return Captured(shape, graph, inputs, lists, logits)
 

@@ -11,41 +11,69 @@ import numpy as np
 import psutil
 import torch
 
-from p99lab.caches.pages import PageCopy
+from p99lab.caches.pages import PageCopy, PageMoves
 from p99lab.engine.attention.spans import PARTIALS_PER_TOKEN
+from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Geometry
+from p99lab.engine.staging import upload
 
 CPU_SHARE = 0.25  # of the memory available at start; the rest belongs to weights, activations and the user
 CUDA_RESERVE_BYTES = 3 << 30  # beside what the largest step takes: kernels' code, workspaces, graphs, sampling
 LOGITS_COPIES = 11  # tensors of the size of a step's logits that exist at once: drawing sorts them, and sums
+MOVED_AT_ONCE = 64  # pages: half a GiB of a model with 128 KiB a token
 STEP_SLACK = 1.25  # what torch's allocator cannot use again of the memory of a step
 
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """`k`, `v`: [num_layers, num_pages, page_size, num_kv_heads, head_dim], contiguous, so that a run of consecutive
-    pages is a view of consecutive slots."""
+    """`k`, `v`: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strided alike.
+
+    A run of consecutive pages is a view of consecutive slots, which lie equally far apart, and the dimensions of a head
+    lie side by side. What else lies where is the layout's: see `allocate`.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
 
     @classmethod
     def allocate(
-        cls, geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        cls,
+        geometry: Geometry,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        layout: KVLayout = "NHD",
     ) -> KVPool:
-        """Reserve the pool, zeroed.
+        """Reserve the pool, zeroed. In memory:
+
+            NHD    [num_layers, num_pages, page_size, num_kv_heads, head_dim]: the heads of a token side by side
+            HND    [num_layers, num_kv_heads, num_pages, page_size, head_dim]: consecutive tokens of a head side by side
 
         On a CPU memory is taken page by page as it is first written (calloc), so a generous pool costs nothing.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: the device has no room; nothing stays allocated.
         """
-        shape = (geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim)
-        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
+        if layout == "NHD":
+            shape = (layers, num_pages, page_size, heads, dim)
+            return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+        shape = (layers, heads, num_pages, page_size, dim)
+        return cls(*(_zeros(shape, dtype, device).permute(0, 2, 3, 1, 4) for _ in range(2)))
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2]
+
+    def move_pages(self, moves: Sequence[PageMoves]) -> None:
+        """Carry out the moves in all layers, in order; at most MOVED_AT_ONCE pages are in memory twice."""
+        for move in moves:
+            sources, targets = (pages.long() for pages in upload([move.sources, move.targets], self.k.device))
+            for at in range(0, len(sources), MOVED_AT_ONCE):
+                some = slice(at, at + MOVED_AT_ONCE)
+                for pool in (self.k, self.v):
+                    pool.index_copy_(1, targets[some], pool.index_select(1, sources[some]))
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Carry out the copies in all layers, in order."""

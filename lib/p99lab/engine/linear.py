@@ -39,8 +39,13 @@ def can_pack(weight: torch.Tensor, num_bytes: int) -> bool:
 
 
 def is_large(weight: torch.Tensor) -> bool:
-    """Whether products of few tokens with this weight take as long as reading it, on a GPU, in 16 bits."""
-    return weight.is_cuda and weight.element_size() == 2 and weight.nbytes >= MIN_LARGE_BYTES
+    """Whether products of few tokens with this weight take as long as reading it, on a GPU, in 16 bits.
+
+    Only where the kernels for them can run: one begins while the one before it ends, which Hopper was the first to do.
+    """
+    if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (9, 0):
+        return False
+    return weight.element_size() == 2 and weight.nbytes >= MIN_LARGE_BYTES
 
 
 def _tiled(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, plain: Linear) -> Linear:

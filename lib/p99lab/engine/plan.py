@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from p99lab.caches.pages import PageCopy as PageCopy
+from p99lab.caches.pages import PageMoves as PageMoves
 from p99lab.engine.request import IntArray, SamplingParams
 from p99lab.engine.request import Logprobs as Logprobs
 
@@ -60,12 +61,13 @@ class PrefixGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One engine step: page copies first, then all rows in one forward pass."""
+    """One engine step: moves of pages first, in their order, then copies, then all rows in one forward pass."""
 
     epoch: int
     rows: tuple[Row, ...]
     groups: tuple[PrefixGroup, ...] = ()
     copies: tuple[PageCopy, ...] = ()
+    moves: tuple[PageMoves, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -14,7 +14,7 @@ from p99lab.engine.request import Request
 
 Policy = Callable[[Request, float], tuple[float, ...]]
 Urgency = Callable[[Request], float]
-"""What a policy holds against its order of arrival, smaller first: among equals a short prompt may pass a long one."""
+"""The part of a policy's key before arrival. A short prompt may pass a long one only if both have the same."""
 
 
 def fcfs(request: Request, now: float) -> tuple[float, ...]:

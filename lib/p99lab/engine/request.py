@@ -16,8 +16,9 @@ from p99lab.errors import BadParameterError
 class SamplingParams:
     """How tokens are chosen and when a request ends.
 
-    `temperature` 0 is greedy. `seed` makes a request's tokens independent of the batch it runs in; without one the
-    engine derives it from its own seed and the request's number. `logprobs` asks for that many top log-probabilities
+    `temperature` 0 is greedy. `seed` fixes a request's random numbers, in any batch; on a GPU its tokens may
+    still differ, because rounding depends on the batch. Without one the engine derives it from its own seed and the
+    request's number. `logprobs` asks for that many top log-probabilities
     beside the chosen token's own (0: the chosen one alone; None: none). `prompt_logprobs` asks for the same of every
     prompt token, given those before it; such a prompt is computed whole, the prefix cache is not read for it.
 
@@ -73,7 +74,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"  # the engine was closed, or a step failed
 
 
-class Share(enum.Enum):
+class TimeShare(enum.Enum):
     """The parts of a request's time; each value names its field of `Timeline`."""
 
     QUEUE = "queue_s"
@@ -89,9 +90,9 @@ class Timeline:
 
     From arrival to the end every moment belongs to one of five shares, so that
     `queue_s + prefill_s + decode_s + stalled_s + scheduling_s == finished_s - arrival_s`:
-    `queue_s` before the first step that it holds pages in, or preempted and waiting again · `prefill_s` device steps
-    that computed its prompt · `decode_s` device steps that computed its output · `stalled_s` device steps that ran
-    without it while it held pages · `scheduling_s` host time between steps while it held pages.
+    `queue_s` before the first step that computes it, or preempted and waiting again · `prefill_s` device steps that
+    computed its prompt · `decode_s` device steps that computed its output · `stalled_s` device steps that ran without
+    it later while it held pages · `scheduling_s` host time between steps while it held pages.
     """
 
     arrival_s: float
@@ -109,7 +110,7 @@ class Timeline:
     def __post_init__(self) -> None:
         self.accounted_s = self.arrival_s
 
-    def book(self, share: Share, until_s: float) -> None:
+    def book(self, share: TimeShare, until_s: float) -> None:
         """Give the time since the last booking to `share`."""
         setattr(self, share.value, getattr(self, share.value) + until_s - self.accounted_s)
         self.accounted_s = until_s

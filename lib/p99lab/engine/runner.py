@@ -161,6 +161,7 @@ class ModelRunner:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, plan: StepPlan) -> Launched:
+        self._pool.move_pages(plan.moves)
         self._pool.copy_pages(plan.copies)
         inputs = _inputs(plan)
         sampling = [i for i, row in enumerate(plan.rows) if row.samples]

@@ -1,4 +1,8 @@
-"""From logits to tokens. What a request draws depends on its seed and position alone, never on its batch or device."""
+"""From logits to tokens.
+
+The random number a request uses depends on its seed and position alone; its logits may differ in the last bits with the
+batch.
+"""
 
 from __future__ import annotations
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from p99lab.caches.pages import PageCopy
 from p99lab.caches.prefix_tree import Grant, PrefixTree
 from p99lab.engine.admission import Admission
-from p99lab.engine.composition import Chunked, Composition, StepBound, Stock, remaining
+from p99lab.engine.composition import Chunked, Composition, ScheduledTokens, StepBound, Stock, remaining
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost
 from p99lab.engine.grouping import arrange
@@ -74,7 +73,7 @@ class Counters:
     num_queried_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_refusals: int = 0  # admissions that had to wait for pages
+    num_page_waits: int = 0  # admissions that had to wait for pages, however long
 
 
 class Scheduler:
@@ -100,6 +99,7 @@ class Scheduler:
         self.tree = tree
         self._max_num_seqs = config.max_num_seqs
         self._max_num_waiting = config.max_num_waiting
+        self._reserve_tokens = config.reserve_tokens
         self._grouping = grouping
         self._policy = POLICIES[config.policy]
         self._grouping_costs = costs if grouping.decide_by == "cost" else None
@@ -108,6 +108,7 @@ class Scheduler:
         self._composition = self._compose(config, costs)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
+        self._short_of_pages: set[str] = set()  # waiting requests to which pages were refused
         self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
         self._in_flight: deque[Flight] = deque()  # oldest first
         self._epoch = 0
@@ -160,13 +161,15 @@ class Scheduler:
         preempted = self._grow()
         if preempted is None:
             return None
-        admitted, copies = self._admit(now) if not preempted else ([], [])
+        admitted, grants = self._admit(now) if not preempted else ([], [])
         if admitted:
             self._sort(self.running, now)
         shares = self._composition.shares(self.running)
         if shares:
             self.turn = Turn(tuple(self.running), tuple(admitted), tuple(preempted))
-            return self._plan(shares, admitted, copies)
+            return self._plan(shares, admitted, grants)
+        if admitted:
+            raise AccountingError("requests were let in, and the step computes nothing")
         if self.waiting and not self._in_flight:
             raise AccountingError("an idle pool cannot hold the next request")
         return None
@@ -250,11 +253,11 @@ class Scheduler:
         if config.max_step_s is not None:
             if costs is None:
                 raise BadParameterError("max_step_s: this device's step times have not been measured")
-            bound = StepBound(config.max_step_s, costs, lambda decoding: self._decode_time_s(decoding, costs))
+            bound = StepBound(config.max_step_s, costs, lambda shares: self._step_time_s(shares, costs))
         return Chunked(config.max_num_batched_tokens, bound, URGENCIES[config.policy])
 
-    def _decode_time_s(self, decoding: Sequence[Request], costs: StepCost) -> float:
-        rows = [self._row(request, 1) for request in decoding]
+    def _step_time_s(self, shares: Iterable[ScheduledTokens], costs: StepCost) -> float:
+        rows = [self._row(request, num_tokens) for request, num_tokens in shares]
         order, groups = self._arrange(rows)
         return costs.step_time_s([rows[i] for i in order], groups)
 
@@ -289,14 +292,26 @@ class Scheduler:
         return preempted
 
     def _extend(self, request: Request) -> bool:
-        num_pages = self.tree.pool.pages_for(request.num_due_tokens)
-        if num_pages > request.num_pages:
-            pages = self.tree.extend(num_pages - request.num_pages)
-            if pages is None:
-                return False
-            request.page_table[request.num_pages : num_pages] = pages
-            request.num_pages = num_pages
+        pool = self.tree.pool
+        num_due = request.num_due_tokens
+        num_missing, num_wanted = (
+            pool.pages_for(num_tokens) - request.num_pages
+            for num_tokens in (num_due, self._with_reserve(request, num_due))
+        )
+        if num_missing <= 0:
+            return True
+        pages = self.tree.extend(num_wanted)
+        if pages is None:
+            pages = self.tree.extend(num_missing)
+        if pages is None:
+            return False
+        request.page_table[request.num_pages : request.num_pages + len(pages)] = pages
+        request.num_pages += len(pages)
         return True
+
+    def _with_reserve(self, request: Request, num_tokens: int) -> int:
+        """So many tokens and those to reserve pages for; the last token that a request samples is never computed."""
+        return max(num_tokens, min(num_tokens + self._reserve_tokens, len(request.tokens) - 1))
 
     def _preempt(self, victim: Request) -> Request:
         """Take a request's pages; it waits again, and starts from what the tree still has of it then."""
@@ -308,38 +323,45 @@ class Scheduler:
         self.counters.num_preemptions += 1
         return victim
 
-    def _admit(self, now: float) -> tuple[list[Request], list[PageCopy]]:
+    def _admit(self, now: float) -> tuple[list[Request], list[Grant]]:
         """Grant pages to waiting requests in order of admission, while a step has room for their tokens."""
         admitted: list[Request] = []
-        copies: list[PageCopy] = []
+        grants: list[Grant] = []
         if not self.waiting:
-            return admitted, copies
+            return admitted, grants
         room = self._composition.room(self.running)
         num_seats = self._max_num_seqs - sum(remaining(request) > 0 for request in self.running)
         for request in self._admission.order(self.waiting, self.running, now) if room > 0 else ():
             if room <= 0 or len(admitted) == num_seats:
                 break
-            grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens)
+            num_later = self._with_reserve(request, request.num_tokens) - request.num_tokens
+            grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens, num_later)
             if grant is None:
-                self.counters.num_refusals += 1
+                self._count_wait(request)
                 break
             self._start(request, grant)
             self.waiting.remove(request)
             self.running.append(request)
             admitted.append(request)
-            copies += [] if grant.copy is None else [grant.copy]
+            grants.append(grant)
             room -= remaining(request)
-        return admitted, copies
+        return admitted, grants
 
     def _start(self, request: Request, grant: Grant) -> None:
         request.num_pages = len(grant.pages)
         request.page_table[: request.num_pages] = grant.pages
         request.num_computed_tokens = grant.num_cached_tokens
         request.status = Status.RUNNING
+        self._short_of_pages.discard(request.request_id)
         if request.request_id not in self._once_admitted:
             self._once_admitted.add(request.request_id)
             if not request.scores_prompt:
                 self._count_query(request, grant.num_cached_tokens)
+
+    def _count_wait(self, request: Request) -> None:
+        if request.request_id not in self._short_of_pages:
+            self._short_of_pages.add(request.request_id)
+            self.counters.num_page_waits += 1
 
     def _count_query(self, request: Request, num_cached_tokens: int) -> None:
         request.num_cached_tokens = num_cached_tokens
@@ -349,21 +371,23 @@ class Scheduler:
         self.counters.num_cached_tokens += num_cached_tokens
 
     def _plan(
-        self, shares: list[tuple[Request, int]], admitted: Iterable[Request], copies: Iterable[PageCopy]
+        self, shares: Sequence[ScheduledTokens], admitted: Iterable[Request], grants: Iterable[Grant]
     ) -> StepPlan:
         self._epoch += 1
         before = self._in_flight[-1].plan.rows if self._in_flight else ()
         index_before = {row.number: index for index, row in enumerate(before)}
         rows = [self._row(request, num_tokens, index_before) for request, num_tokens in shares]
         order, groups = self._arrange(rows)
-        plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, tuple(copies))
+        copies = tuple(grant.copy for grant in grants if grant.copy is not None)
+        moves = tuple(grant.moves for grant in grants if grant.moves is not None)
+        plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, copies, moves)
         self._in_flight.append(Flight(plan, tuple(shares[i][0] for i in order)))
         for request, num_tokens in shares:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_due_tokens:
                 request.add_placeholder()
             request.last_epoch = self._epoch
-        for request in admitted:  # scheduled or not: its copy is
+        for request in admitted:  # scheduled or not: what it was granted is carried out
             request.last_epoch = self._epoch
         return plan
 
@@ -373,14 +397,16 @@ class Scheduler:
         return arrange(rows, self.tree.pool.page_size, self._grouping.min_shared_tokens, self._grouping_costs)
 
     def _row(self, request: Request, num_tokens: int, index_before: Mapping[int, int] | None = None) -> Row:
-        """`index_before`: the rows of the step before by request number; None: the row is for an estimate only."""
+        """`index_before`: the rows of the step before by request number; None: an estimate, arrays not copied."""
         start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+        token_ids, page_table = request.tokens[start:stop], request.page_table[: self.tree.pool.pages_for(stop)]
+        is_estimate = index_before is None
         return Row(
             request_id=request.request_id,
             number=request.number,
-            token_ids=request.tokens[start:stop].copy(),
+            token_ids=token_ids if is_estimate else token_ids.copy(),
             num_computed_tokens=start,
-            page_table=request.page_table[: self.tree.pool.pages_for(stop)].copy(),
+            page_table=page_table if is_estimate else page_table.copy(),
             samples=stop == request.num_due_tokens,
             sampling=request.sampling,
             num_output_tokens=request.num_output_tokens + request.num_placeholders,
@@ -429,6 +455,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._once_admitted.discard(request.request_id)
+        self._short_of_pages.discard(request.request_id)
 
     def _last_flight(self, request: Request) -> Flight | None:
         """The step in flight after which nothing touches the request's pages; None where nothing does now."""

@@ -3,7 +3,8 @@
 A query's attention over a long range of keys is computed in parts: the prefix that its group shares, perhaps cut into
 segments, and what is private. A part's result is its output and its log-sum-exp; from all of them follows the attention
 over all keys, exactly (see `attention.softmax`). Short private parts are computed where the others are merged. As in
-`kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph; tensors are contiguous.
+`kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph; tensors but pools are
+contiguous.
 
 A shared prefix needs no causal mask, so all query heads of a kv head see the same keys. *Folded* means that they stand
 as rows below each other: query head h * group + g of row m is head h of row m * group + g, where group is
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from p99lab.engine.kernels import heads_of_a_program
+from p99lab.engine.kernels import heads_of_a_program, pool_strides
 from p99lab.engine.needs_triton import tl, triton
 
 KEYS_AT_ONCE = 32
@@ -96,7 +97,7 @@ def finish_states(
 
     Args:
         q: [T, q_heads, dim], dim a power of two >= 16.
-        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads.
+        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads; see `kernels.pool_strides`.
         private_starts, private_lens: [T] int32 or int64. Token t sees the private_lens[t] slots from private_starts[t]
             on; 0: none, wherever they start. Any length is right, a few hundred at most are fast.
         shared_out: [M0 * group, kv_heads, dim], folded as `gather_folded` folds queries; M0 may be 0.
@@ -115,17 +116,18 @@ def finish_states(
     num_tokens, num_q, dim = q.shape
     num_kv = k_pool.shape[1]
     group = num_q // num_kv
-    assert all(tensor.is_contiguous() for tensor in (q, k_pool, v_pool, shared_out, causal_out))
+    assert all(tensor.is_contiguous() for tensor in (q, shared_out, causal_out))
     assert q.dtype == k_pool.dtype == v_pool.dtype
     assert shared_out.dtype == causal_out.dtype
     assert shared_out.shape[1:] == k_pool.shape[1:]
     assert shared_lse.shape == shared_out.shape[:2]
     assert causal_lse.shape == causal_out.shape[:2]
+    slot_stride, head_stride = pool_strides(k_pool, v_pool)
     out = torch.empty_like(q) if out is None else out
     if num_tokens:
         padded = triton.next_power_of_2(group)
         many = max(FEW_ROWS, min(MANY_ROWS, TILE_ELEMENTS // (padded * dim)))
-        private = (k_pool, v_pool, private_starts, private_lens)
+        private = (k_pool, v_pool, head_stride, slot_stride, private_starts, private_lens)
         partials = (shared_out, shared_lse, causal_out, causal_lse, len(shared_out) // group)
         sizes = (num_kv, group, padded, dim, KEYS_AT_ONCE, FEW_ROWS, many)
         _finish_states[(num_tokens * num_kv,)](
@@ -142,6 +144,8 @@ def _finish_states(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
+    head_stride: int,
+    slot_stride: tl.constexpr,
     private_starts: tl.tensor,
     private_lens: tl.tensor,
     shared_out: tl.tensor,
@@ -174,9 +178,9 @@ def _finish_states(
     merged = tl.zeros([padded, dim], tl.float32)
     if num_keys > 0:
         queries = tl.load(q + own, mask=heads < group, other=0.0)
-        at = (start * num_kv + kv_head) * dim
+        at = start * slot_stride + kv_head.to(tl.int64) * head_stride
         log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
-        peak, total, merged = _attended(queries, k_pool + at, v_pool + at, num_keys, log2_scale, num_kv * dim, block)
+        peak, total, merged = _attended(queries, k_pool + at, v_pool + at, num_keys, log2_scale, slot_stride, block)
     while index < end:
         rows, left = segment_rows + index, end - index
         shared, causal = (shared_out, shared_lse, num_shared), (causal_out, causal_lse)

@@ -63,7 +63,7 @@ class EngineStats:
     num_queried_tokens: int
     num_cached_tokens: int
     num_preemptions: int
-    num_refusals: int
+    num_page_waits: int
     num_steps: int
     num_step_tokens: int
     busy_s: float
@@ -93,7 +93,7 @@ class EngineStats:
             num_queried_tokens=counters.num_queried_tokens,
             num_cached_tokens=counters.num_cached_tokens,
             num_preemptions=counters.num_preemptions,
-            num_refusals=counters.num_refusals,
+            num_page_waits=counters.num_page_waits,
             num_steps=steps.num_steps,
             num_step_tokens=steps.num_tokens,
             busy_s=steps.busy_s,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from p99lab.engine.events import NoText, OutputText, TokenEvent, Usage
 from p99lab.engine.plan import StepPlan
-from p99lab.engine.request import FinishReason, Request, Share
+from p99lab.engine.request import FinishReason, Request, TimeShare
 from p99lab.engine.scheduler import Change
 from p99lab.engine.timekeeping import book_end
 
@@ -110,7 +110,7 @@ class LiveRequests:
         if reason is None:
             self._outbox.post(live.on_event, event)
         else:
-            request.timeline.book(Share.SCHEDULING, now_s)
+            request.timeline.book(TimeShare.SCHEDULING, now_s)
             self._end(live, replace(event, text=text + live.text.flush()), reason)
 
     def abort(self, request: Request, reason: FinishReason, running: StepPlan | None) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from p99lab.engine.plan import StepPlan
-from p99lab.engine.request import Request, Share, Status
+from p99lab.engine.request import Request, Status, TimeShare
 from p99lab.engine.scheduler import Turn
 
 
@@ -16,13 +16,13 @@ def book_launch(turn: Turn, now_s: float) -> None:
     """The time up to the launch of a step while no other runs."""
     admitted = set(turn.admitted)
     for request in turn.preempted:
-        request.timeline.book(Share.SCHEDULING, now_s)
+        request.timeline.book(TimeShare.SCHEDULING, now_s)
         request.timeline.num_preemptions += 1
     for request in turn.running:
         if request in admitted:
             _book_queue(request, now_s)
         else:
-            request.timeline.book(Share.SCHEDULING, now_s)
+            request.timeline.book(TimeShare.SCHEDULING, now_s)
 
 
 def book_step(running: Iterable[Request], plan: StepPlan, next_admitted: Iterable[Request], now_s: float) -> None:
@@ -43,9 +43,9 @@ def book_step(running: Iterable[Request], plan: StepPlan, next_admitted: Iterabl
 def book_end(request: Request, running: StepPlan | None, now_s: float) -> None:
     """The time up to an end that comes from outside, perhaps while a step runs."""
     if request.status is not Status.RUNNING:
-        share = Share.QUEUE
+        share = TimeShare.QUEUE
     elif running is None:
-        share = Share.SCHEDULING
+        share = TimeShare.SCHEDULING
     else:
         starts = (row.num_computed_tokens for row in running.rows if row.number == request.number)
         share = _share(request, next(starts, None))
@@ -54,13 +54,14 @@ def book_end(request: Request, running: StepPlan | None, now_s: float) -> None:
 
 def _book_queue(request: Request, now_s: float) -> None:
     timeline = request.timeline
-    timeline.book(Share.QUEUE, now_s)
+    timeline.book(TimeShare.QUEUE, now_s)
     if timeline.admitted_s is None:
         timeline.admitted_s = now_s
 
 
-def _share(request: Request, start: int | None) -> Share:
+def _share(request: Request, start: int | None) -> TimeShare:
     """What a step was to a request that computed tokens from `start` on in it (None: no tokens)."""
     if start is None:
-        return Share.STALLED
-    return Share.PREFILL if start < request.num_prompt_tokens else Share.DECODE
+        timeline = request.timeline
+        return TimeShare.STALLED if timeline.prefill_s or timeline.decode_s else TimeShare.QUEUE
+    return TimeShare.PREFILL if start < request.num_prompt_tokens else TimeShare.DECODE

@@ -13,10 +13,12 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from p99lab.errors import ModelError
 from p99lab.lab.parameters import Headline01
+from p99lab.lab.run_folder import ENVIRONMENT_VARIABLE
 from p99lab.lab.vllm_server import MODEL as PEER_MODEL
 from p99lab.lab.vllm_server import VllmSpec, vllm_server
 from p99lab.probe.client_process import ClientJob, ClientProcess
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OUR_MODEL = "engine"  # its name to clients
+PEER_LOG = "vllm.log"
 MAX_GATEWAYS = 4
 CORES_A_GATEWAY = 4
 
@@ -158,12 +161,14 @@ def clients(parameters: Headline01, engine: Engine, asked: Asked) -> Iterator[Cl
 
 @contextlib.contextmanager
 def peer_clients(spec: VllmSpec, asked: Asked) -> Iterator[ClientsThere]:
-    """Clients of a peer that has just been started.
+    """Clients of a peer that has just been started; within a run its log is kept in the run's folder.
 
     Raises:
         PeerError: it cannot be started.
     """
-    with vllm_server(spec) as url, ClientProcess() as process:
+    folder = os.environ.get(ENVIRONMENT_VARIABLE)
+    log = None if folder is None else Path(folder) / PEER_LOG
+    with vllm_server(spec, log=log) as url, ClientProcess() as process:
         yield ClientsThere(process, endpoint(url, PEER_MODEL), asked)
 
 

@@ -116,7 +116,7 @@ def _allocation_figure(baseline: Cell) -> list[Figure]:
     if tail.low is None or tail.high is None:
         return []
     stats = [block.stats for block in baseline.blocks if block.stats is not None]
-    lacked = any(each.num_refusals or each.num_preemptions for each in stats)
+    lacked = any(each.num_page_waits or each.num_preemptions for each in stats)
     known = [share for r in baseline.used if e2e(r) >= tail.low and (share := attribution(r)) is not None]
     blamed = [share["scheduling"] + (share["queue"] if lacked else 0.0) for share in known]
     percent = np.array([100 * part / sum(share.values()) for part, share in zip(blamed, known, strict=True)])

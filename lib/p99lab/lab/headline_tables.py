@@ -14,6 +14,7 @@ from p99lab.lab.headline_arms import ARMS, Arm, long_arms, why_not
 from p99lab.lab.headline_loads import all_loads
 from p99lab.lab.parameters import Headline01
 from p99lab.lab.results import shown
+from p99lab.lab.vllm_server import spec_of
 from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
 from p99lab.probe.intervals import Figure, FloatArray, min_n
@@ -64,8 +65,12 @@ def attribution(headline: Headline, load: str = "closed") -> pd.DataFrame:
 
 
 def arms(parameters: Headline01) -> pd.DataFrame:
-    """Every arm: what it adds, and whether this run measures it."""
+    """Every arm: what it adds, and whether this run measures it; of a peer its release and what it was told."""
     rows = [{"arm": arm.name, "adds": arm.adds, "here": why_not(arm, parameters) or "measured"} for arm in ARMS]
+    spec = spec_of(parameters.vllm_site, parameters.vllm_model, parameters.vllm_arguments)
+    for row, arm in zip(rows, ARMS, strict=True):
+        if arm.is_peer and spec is not None and row["here"] == "measured":
+            row["here"] = f"measured: {spec.version}, {' '.join(spec.arguments)}"
     return pd.DataFrame(rows)
 
 
@@ -249,7 +254,7 @@ def _hit_row(block: Block) -> dict[str, Any]:
         "checked": hits.verdict,
         "prompt tokens cached": hits.cached_share,
         "tier": "device",
-        "waited for pages": None if block.stats is None else block.stats.num_refusals,
+        "waited for pages": None if block.stats is None else block.stats.num_page_waits,
         "preemptions": None if block.stats is None else block.stats.num_preemptions,
     }
 

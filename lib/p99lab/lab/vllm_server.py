@@ -1,13 +1,16 @@
 """vLLM's own OpenAI server as a peer, in a process of its own: nothing of it is imported here.
 
 It is installed in a folder of its own (`pip install --target`), because its dependencies shadow others; that folder
-alone is the child's PYTHONPATH. It dies with the process that started it.
+alone is the child's PYTHONPATH. It dies with the process that started it, and its engine and gateways, which are
+processes of their own, die with it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,7 +20,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import httpx
 import psutil
@@ -26,7 +28,7 @@ from p99lab.engine.model_store import cache_dir
 from p99lab.errors import BadParameterError, P99labError
 from p99lab.serving import child
 
-MODULE = "vllm.entrypoints.openai.api_server"
+MODULE = "vllm.entrypoints.cli.main"
 MODEL = "peer"  # its name to clients
 BEST_FLAGS = (
     "--load-format=dummy",
@@ -34,14 +36,21 @@ BEST_FLAGS = (
     "--max-model-len=131072",
     "--gpu-memory-utilization=0.92",
     "--max-num-seqs=128",
-    "--max-num-batched-tokens=8192",  # its default of 2 048 lets one cold document take all others' P99 to 18 s
+    "--max-num-batched-tokens=8192",
     "--enable-prefix-caching",
     "--enable-chunked-prefill",
+    "--api-server-count=8",  # one spends 0.1 s on 128K ids: JSON, and at the first token all are spelt out
+    "--disable-log-stats",
 )
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 15.0
 _POLL_S = 0.25
+_DEAD = ("EngineCore failed to start", "EngineDeadError")  # its HTTP server may live on, and never answer
+_NOT_THE_CAUSE = ("EngineDeadError", "root cause", "KeyboardInterrupt")
+_ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b.*")
+_GUARD = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9)"
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_NAMED = {"SPT_NOENV": "1"}  # else its processes' titles overwrite the environment by which a run's are found
 _LOOPBACK = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _NOT_INHERITED = ("PYTHONPATH", "CUDA_MODULE_LOADING", "CUDA_FORCE_PTX_JIT")
 
@@ -64,6 +73,12 @@ class VllmSpec:
         if not (self.model / "config.json").is_file():
             raise BadParameterError(f"no config.json in {self.model}: vLLM needs a folder with config and tokenizer")
 
+    @property
+    def version(self) -> str:
+        """The installed release; `unknown` where the folder does not say."""
+        found = importlib.metadata.distributions(name="vllm", path=[str(self.site)])
+        return next((distribution.version for distribution in found), "unknown")
+
     def environment(self) -> dict[str, str]:
         """The child's: this process's, with the site in place of its own packages, and no network."""
         kept = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
@@ -72,26 +87,29 @@ class VllmSpec:
         without |= {"VLLM_USE_DEEP_GEMM": "0"} if not (self.site / "deep_gemm").is_dir() else {}
         caches = {"VLLM_CACHE_ROOT": str(cache_dir() / "vllm")}
         own = {"PYTHONPATH": str(self.site), "PATH": path, "PYTHONUNBUFFERED": "1"}
-        return {**caches, **kept, **_OFFLINE, **_LOOPBACK, **without, **own}
+        return {**caches, **kept, **_OFFLINE, **_LOOPBACK, **_NAMED, **without, **own}
 
     def command(self, port: int) -> list[str]:
         """`child.py` by its path, and without its folder on `sys.path`: p99lab need not be importable over there."""
         tied = [sys.executable, "-P", str(Path(child.__file__)), str(os.getpid()), MODULE]
-        served = [f"--model={self.model}", f"--served-model-name={MODEL}", "--seed=0", *self.arguments]
+        served = ["serve", str(self.model), f"--served-model-name={MODEL}", "--seed=0", *self.arguments]
         account = ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]  # cached tokens are reported
         return [*tied, *served, *account, "--host=127.0.0.1", f"--port={port}"]
 
 
 @contextlib.contextmanager
-def vllm_server(spec: VllmSpec, start_timeout_s: float = START_TIMEOUT_S) -> Iterator[str]:
+def vllm_server(spec: VllmSpec, start_timeout_s: float = START_TIMEOUT_S, log: Path | None = None) -> Iterator[str]:
     """Start vLLM, wait until it answers, and yield its URL, which ends in `/v1`. On leaving it is gone.
 
+    Args:
+        log: holds what it writes, and nothing else. None: a temporary file does, which stays if it does not start.
+
     Raises:
-        PeerError: it ended or did not answer in time; with the last line that it wrote.
+        PeerError: it ended, its engine did, or it did not answer in time; with the cause and where its log is.
     """
-    port = _free_port()
+    port, path = _free_port(), log or _temporary_log()
     with (
-        tempfile.TemporaryFile() as said,
+        path.open("wb") as said,
         subprocess.Popen(
             spec.command(port),
             env=spec.environment(),
@@ -100,12 +118,34 @@ def vllm_server(spec: VllmSpec, start_timeout_s: float = START_TIMEOUT_S) -> Ite
             stderr=said,
             process_group=0,
         ) as process,
+        _guarded(process),
     ):
         try:
-            _await_health(process, port, said, start_timeout_s)
+            _await_health(process, port, path, start_timeout_s)
             yield f"http://127.0.0.1:{port}/v1"
         finally:
             _end(process)
+    if log is None:
+        path.unlink(missing_ok=True)
+
+
+def _temporary_log() -> Path:
+    handle, name = tempfile.mkstemp(prefix="p99lab-vllm-", suffix=".log")
+    os.close(handle)
+    return Path(name)
+
+
+@contextlib.contextmanager
+def _guarded(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Should this process be killed, another one ends the server's group: Linux ties only the server itself to us, and
+    its engine would keep the device's memory."""
+    command = [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
 
 
 def _free_port() -> int:
@@ -115,25 +155,31 @@ def _free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-def _await_health(process: subprocess.Popen[bytes], port: int, said: IO[bytes], timeout_s: float) -> None:
+def _await_health(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
     with httpx.Client(trust_env=False, timeout=1.0) as client:
         while time.monotonic() < until_s:
             if process.poll() is not None:
-                raise PeerError(f"vLLM ended with exit code {process.returncode}: {_reason(said)}")
+                raise PeerError(f"vLLM ended with exit code {process.returncode}: {_reason(log)}")
             with contextlib.suppress(httpx.HTTPError):
                 if client.get(f"http://127.0.0.1:{port}/health").status_code == httpx.codes.OK:
                     return
+            if any(sign in _text(log) for sign in _DEAD):
+                raise PeerError(f"vLLM's engine did not start: {_reason(log)}")
             time.sleep(_POLL_S)
-    raise PeerError(f"vLLM does not answer after {timeout_s:.0f} s: {_reason(said)}")
+    raise PeerError(f"vLLM does not answer after {timeout_s:.0f} s: {_reason(log)}")
 
 
-def _reason(said: IO[bytes]) -> str:
-    """The last line with an error in its name, else the last line."""
-    said.seek(0)
-    lines = [line.strip() for line in said.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error" in line]
-    return (errors or lines or ["it gave no reason"])[-1]
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace")
+
+
+def _reason(log: Path) -> str:
+    """The last error of the log that is not the mere consequence of another, else its last line; and where it is."""
+    lines = [line.strip() for line in _text(log).splitlines() if line.strip()]
+    errors = [match[0] for line in lines if " WARNING " not in line and (match := _ERROR.search(line))]
+    causes = [error for error in errors if not any(sign in error for sign in _NOT_THE_CAUSE)]
+    return f"{(causes or errors or lines or ['it gave no reason'])[-1]} (log: {log})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -113,7 +113,7 @@ class EngineCollector(Collector):
         yield _counter("p99lab_prefix_cache_queried_tokens", "Prompt tokens looked up", stats.num_queried_tokens)
         yield _counter("p99lab_prefix_cache_cached_tokens", "Of these, found", stats.num_cached_tokens)
         yield _counter("p99lab_preemptions", "Requests that gave way", stats.num_preemptions)
-        yield _counter("p99lab_refused_admissions", "Admissions that had to wait for pages", stats.num_refusals)
+        yield _counter("p99lab_page_waits", "Requests that waited for pages", stats.num_page_waits)
         yield _counter("p99lab_steps", "Steps of the engine", stats.num_steps)
         yield _counter("p99lab_step_tokens", "Tokens computed by them", stats.num_step_tokens)
         yield _counter("p99lab_step_busy_seconds", "Time spent in them", stats.busy_s)

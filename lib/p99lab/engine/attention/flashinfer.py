@@ -41,7 +41,7 @@ ITEM_ARRAYS = 7
 FLOAT_WORKSPACE_BYTES = 1 << 20  # FA3 has no split keys of its own and uses none of it
 
 PROGRAMS_PER_PROCESSOR = 2  # of the decode kernel: with three blocks of 64 keys each they fill its shared memory
-PIPELINE = Pipeline(block_keys=64, num_stages=3, num_warps=4, bulk=False)
+PIPELINE = Pipeline(block_keys=64, num_stages=3, num_warps=4)
 
 Plan = Sequence[int]  # where in its workspace the kernel finds its lists
 
@@ -229,7 +229,10 @@ class ItemLists:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """q: [rows, heads, dim]; k, v: [keys, kv_heads, dim]; out like q, and lse [rows, heads] float32, in base 2."""
+        """q: [rows, heads, dim]; out like q, and lse [rows, heads] float32, in base 2.
+
+        k, v: [keys, kv_heads, dim], keys and heads anywhere at distances of 16 bytes or multiples.
+        """
         mask_mode, layout, window, pdl = int(self._causal), 0, -1, False
         options = (None,) * 6  # masks, slopes and items that these kernels are built without
         self._module.ragged_run(

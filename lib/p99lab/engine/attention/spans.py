@@ -94,7 +94,8 @@ def plan_spans(step: StepPlan, page_size: int, split: Split) -> SpanPlan | None:
     spans, runs = _parted([*_shared(step, page_size, ends), *private], lengths, split.max_run_tokens)
     spans = _cut(spans, split.segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
     span_indptr = _indptr([len(span.tokens) for span in spans])
-    if span_indptr[-1] > max(LEAST_PARTIALS, PARTIALS_PER_TOKEN * int(lengths.sum())):
+    num_partials = int(span_indptr[-1]) + sum(len(run.tokens) for run in runs)  # and a few more where lanes meet
+    if num_partials > max(LEAST_PARTIALS, PARTIALS_PER_TOKEN * int(lengths.sum())):
         return None
     lanes = _dealt(runs, split.num_lanes, int(span_indptr[-1]))
     tokens = [*(span.tokens for span in spans), *(runs[run].tokens for run in lanes.runs)]

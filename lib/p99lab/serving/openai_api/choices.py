@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p99lab.engine.events import TokenEvent, Usage
-from p99lab.engine.request import FinishReason, IntArray, Logprobs, SamplingParams, Share, Timeline
+from p99lab.engine.request import FinishReason, IntArray, Logprobs, SamplingParams, Timeline, TimeShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,5 +120,5 @@ def usage(choices: Sequence[Choice], num_per_prompt: int) -> dict[str, Any]:
 
 
 def _timeline(timeline: Timeline) -> dict[str, float]:
-    shares = {share.value: getattr(timeline, share.value) for share in Share}
+    shares = {share.value: getattr(timeline, share.value) for share in TimeShare}
     return {**shares, "num_preemptions": timeline.num_preemptions}

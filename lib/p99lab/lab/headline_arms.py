@@ -69,7 +69,11 @@ ARMS = (
     Arm("no cache", "every prompt computed whole", composition="stock", prefix_cache=False),
     Arm("stock", "a prefix cache; whole prompts first, decode when none waits", composition="stock"),
     Arm("+chunked", "decode in every step, prompts in chunks beside it"),
-    Arm("+shared-prefix groups", "a document's keys and values read once a step for all its requests", groups=True),
+    Arm(
+        "+shared-prefix groups",
+        "a document's keys and values read once a step for all its requests, by kernels that can; steps bounded in time",
+        groups=True,
+    ),
     Arm(
         "+graphs and overlap",
         "CUDA graphs; the next step planned and launched while one runs",

@@ -21,7 +21,8 @@ NEUTRAL = ("errors", "strict", "project")  # import nothing of the package but e
 CONTROL_PLANE = {
     "caches",
     *(f"engine.{name}" for name in ("request", "config", "policy", "grouping", "scheduler", "plan")),
-    *(f"engine.{name}" for name in ("costs", "composition", "admission")),
+    *(f"engine.{name}" for name in ("costs", "composition", "admission", "accounts", "scheduler_output")),
+    *(f"engine.attention.{name}" for name in ("spans", "lanes", "lists", "page_tables", "shape")),
 }
 BASE_LAB = [
     *("parameters", "run_folder", "figures", "claims", "ledger", "sources", "staleness", "effects", "decisions"),

@@ -46,7 +46,7 @@ from p99lab.engine.graphs import Captured, StepGraphs
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.model_store import load
-from p99lab.engine.plan import InFlight, Row, StepPlan, StepResult
+from p99lab.engine.plan import InFlight, Row, StepPath, StepPlan, StepResult
 from p99lab.engine.request import Logprobs, SamplingParams
 from p99lab.engine.runner import Runner
 from p99lab.engine.weights import Weights
@@ -218,14 +218,14 @@ def _told(request: Asked) -> Iterator[tuple[int, int, float]]:
 
 
 def _check_drawn(line: NDArray[np.float64], token_id: int, request: Asked, place: int, near: float) -> None:
-    """The request's uniform number of this place falls on the token, in the order from the most to the least probable.
+    """The request's uniform number of this place falls on the token, in the order of ids.
 
-    Tokens whose log-probabilities are nearer to its own than `near` may stand on either side of it.
+    Every log-probability may be off by half of `near`.
     """
     temperature = request.sampling.temperature
     probs = np.exp((line - line.max()) / temperature)
     probs /= probs.sum()
-    before, after = (probs[side].sum() for side in (line > line[token_id] + near, line < line[token_id] - near))
+    before, after = probs[:token_id].sum(), probs[token_id + 1 :].sum()
     number = uniform(request, place)
     shrunk = math.exp(-near / temperature)
     assert before * shrunk <= number <= 1 - after * shrunk
@@ -335,11 +335,11 @@ def watched(
         runners.append(Watched(make_runner(*args), tamper))
         return runners[0]
 
-    def noted(graphs: StepGraphs, plan: StepPlan, *args: Any) -> Captured | None:
-        captured = prepare(graphs, plan, *args)
-        if captured is not None and runners:  # without, the runner is being made, and rehearses
+    def noted(graphs: StepGraphs, plan: StepPlan, *args: Any) -> Captured | StepPath:
+        prepared = prepare(graphs, plan, *args)
+        if isinstance(prepared, Captured) and runners:  # without, the runner is being made, and rehearses
             runners[0].replayed.add(plan.epoch)
-        return captured
+        return prepared
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepGraphs, "prepare", noted)

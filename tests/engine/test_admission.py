@@ -156,7 +156,7 @@ def test_everybody_is_served_and_no_step_is_idle(
         plan = scheduler.schedule(now)
         assert (plan is None) == (not scheduler.running and not scheduler.waiting)
         if plan is not None:
-            admitted |= {request.number: now for request in scheduler.turn.admitted}
+            admitted |= {request.number: now for request in scheduler.outcome.admitted}
             sampled = tuple(7 if row.samples else None for row in plan.rows)
             scheduler.update(StepResult(plan.epoch, sampled, (None,) * len(plan.rows)))
             scheduler.check()

@@ -18,7 +18,7 @@ from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import StepPlan, StepResult
+from p99lab.engine.plan import StepPath, StepPlan, StepResult
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.runner import ModelRunner
 from p99lab.engine.weights import Weights
@@ -33,9 +33,9 @@ SPANS, PAGED = AttentionConfig(), AttentionConfig(kernels="paged")
 class Counted(ReferenceAttention):
     num_steps = 0
 
-    def plan(self, step: StepPlan) -> None:
+    def plan(self, step: StepPlan) -> StepPath:
         self.num_steps += 1
-        super().plan(step)
+        return super().plan(step)
 
 
 @dataclass
@@ -45,8 +45,9 @@ class NoneFits:
     attention: Counted
     num_asked: int = 0
 
-    def prepare(self, *args: Any) -> None:
+    def prepare(self, plan: StepPlan, *args: Any) -> StepPath:
         self.num_asked += 1
+        return self.attention.plan(plan)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The kernel for few rows over long runs against attention by definition.
+"""The kernel for few rows over long spans against attention by definition.
 
 Compiled where there is a GPU (and then marked `gpu`), otherwise interpreted by Triton on CPU tensors.
 """
@@ -33,7 +33,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 NOWHERE = 77.0  # what a buffer holds before the kernel writes to it
 NUM_SLOTS = 1_100
 
-Run = tuple[list[int], int, int]  # tokens, first slot, number of keys
+Span = tuple[list[int], int, int]  # tokens, first slot, number of keys
 
 
 @pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu, id="compiled") if ON_CUDA else "cpu"])
@@ -52,39 +52,39 @@ def interpreted_range(start: Any, stop: Any, step: Any) -> range:
     return range(first, last, int(step))
 
 
-def lanes_of(runs: list[Run], num_lanes: int) -> tuple[Lanes, list[int]]:
+def lanes_of(spans: list[Span], num_lanes: int) -> tuple[Lanes, list[int]]:
     """Items, and the token of each partial row."""
     arrays = (
-        np.array(part, np.int32) for part in ([len(t) for t, _, _ in runs], *([r[i] for r in runs] for i in (1, 2)))
+        np.array(part, np.int32) for part in ([len(t) for t, _, _ in spans], *([r[i] for r in spans] for i in (1, 2)))
     )
     lanes = deal(*arrays, num_lanes)
-    return lanes, [token for run in lanes.runs for token in runs[run][0]]
+    return lanes, [token for span in lanes.spans for token in spans[span][0]]
 
 
 def attended(
-    kernel: Any, q: torch.Tensor, pools: torch.Tensor, runs: list[Run], num_lanes: int, block_rows: int, **how: Any
+    kernel: Any, q: torch.Tensor, pools: torch.Tensor, spans: list[Span], num_lanes: int, block_rows: int, **how: Any
 ) -> tuple[Lanes, torch.Tensor, torch.Tensor]:
     """The kernel's partial results, [M, q_heads, dim] and [M, q_heads], with lse in base e."""
-    lanes, tokens = lanes_of(runs, num_lanes)
+    lanes, tokens = lanes_of(spans, num_lanes)
     num_kv = pools.shape[2]
     group = q.shape[1] // num_kv
     out = torch.full((len(tokens) * group, num_kv, q.shape[2]), NOWHERE, dtype=q.dtype)
     lse = torch.full((len(tokens) * group, num_kv), NOWHERE)
     lists = [torch.tensor(array, dtype=torch.int32) for array in (tokens, lanes.items, lanes.indptr)]
-    pipeline = kernel.Pipeline(**{"block_keys": 64, "num_stages": 3, "num_warps": 4} | how)
+    tiling = kernel.Tiling(**{"block_keys": 64, "num_stages": 3, "num_warps": 4} | how)
     scale = q.shape[2] ** -0.5
-    kernel.attend_runs(q, *pools, *lists, out, lse, scale, block_rows=block_rows, pipeline=pipeline)
+    kernel.attend_decode_spans(q, *pools, *lists, out, lse, scale, block_rows=block_rows, tiling=tiling)
     unfolded = (x.unflatten(0, (-1, group)).transpose(1, 2).flatten(1, 2) for x in (out, lse * math.log(2)))
     return lanes, *unfolded
 
 
 def assert_attended(
-    q: torch.Tensor, pools: torch.Tensor, runs: list[Run], lanes: Lanes, out: torch.Tensor, lse: torch.Tensor
+    q: torch.Tensor, pools: torch.Tensor, spans: list[Span], lanes: Lanes, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
     """Each item's rows are its tokens' attention over its keys."""
-    for (first, num_rows, start, num_keys), run in zip(lanes.items.tolist(), lanes.runs.tolist(), strict=True):
+    for (first, num_rows, start, num_keys), span in zip(lanes.items.tolist(), lanes.spans.tolist(), strict=True):
         rows, (keys, values) = slice(first, first + num_rows), pools[:, None, start : start + num_keys].float()
-        own = q[runs[run][0]].float()[:, None]  # one query a sequence: no mask
+        own = q[spans[span][0]].float()[:, None]  # one query a sequence: no mask
         expected = attend_plain(own, keys.expand(num_rows, -1, -1, -1), values.expand(num_rows, -1, -1, -1))
         tolerance = TOLERANCE[q.dtype]
         torch.testing.assert_close(out[rows].float(), expected[0][:, 0], rtol=tolerance, atol=tolerance / 4)
@@ -95,26 +95,26 @@ def assert_attended(
 
 @settings(max_examples=16, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_tokens_over_any_runs(kernel: Any, data: st.DataObject) -> None:
+def test_any_tokens_over_any_spans(kernel: Any, data: st.DataObject) -> None:
     dtype, group = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from([1, 3, 4, 8]))
     num_kv, dim = data.draw(st.sampled_from([1, 2, 3])), data.draw(st.sampled_from([16, 64, 128]))
     block_rows = data.draw(st.sampled_from(kernel.BLOCK_ROWS))
     tokens = st.lists(st.integers(0, 8), min_size=1, max_size=block_rows // group)
-    runs = []
+    spans = []
     for num_keys in data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=3)):
-        runs.append((data.draw(tokens), data.draw(st.integers(0, NUM_SLOTS - num_keys)), num_keys))
+        spans.append((data.draw(tokens), data.draw(st.integers(0, NUM_SLOTS - num_keys)), num_keys))
     block_keys, layout = data.draw(st.sampled_from([32, 64])), data.draw(st.sampled_from(LAYOUTS))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q, pools = torch.randn(9, group * num_kv, dim).to(dtype), torch.randn(2, NUM_SLOTS, num_kv, dim).to(dtype)
     pools, num_lanes = laid_out(pools, layout), data.draw(st.integers(1, 5))
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, num_lanes, block_rows, block_keys=block_keys))
+    assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, num_lanes, block_rows, block_keys=block_keys))
 
 
 @pytest.mark.parametrize("num_keys", [1, 15, 16, 17, 63, 64, 65, 128, 1_099])
 def test_runs_that_fill_blocks_and_those_that_do_not(kernel: Any, num_keys: int) -> None:
     q, pools = torch.randn(2, 4, 64, dtype=DTYPES[0]), torch.randn(2, NUM_SLOTS, 2, 64, dtype=DTYPES[0])
-    runs: list[Run] = [([1, 0], 1, num_keys)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16))
+    spans: list[Span] = [([1, 0], 1, num_keys)]
+    assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 1, 16))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -123,22 +123,22 @@ def test_what_lies_around_a_run_is_not_seen(kernel: Any, layout: KVLayout) -> No
     pools[:, 5:205] = torch.randn(2, 200, 2, 16)
     pools[:, NUM_SLOTS - 70 :] = torch.randn(2, 70, 2, 16)  # up to the last slot
     q[1], pools = torch.nan, laid_out(pools, layout)
-    runs: list[Run] = [([2], 5, 200), ([0, 2], NUM_SLOTS - 70, 70)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 2, 16))
+    spans: list[Span] = [([2], 5, 200), ([0, 2], NUM_SLOTS - 70, 70)]
+    assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 2, 16))
 
 
 def test_the_last_head_may_lie_further_away_than_an_int32_counts(kernel: Any) -> None:
     q, pools = torch.randn(2, 6, 16).half(), far_apart(2, 100, 16)
-    runs: list[Run] = [([1, 0], 3, 97)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16))
+    spans: list[Span] = [([1, 0], 3, 97)]
+    assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 1, 16))
 
 
 def test_scores_far_apart(kernel: Any) -> None:
     """Weights that differ by powers of two in the hundreds, whichever block has the largest."""
     q, pools = torch.full((1, 2, 64), 10.0).half(), torch.randn(2, NUM_SLOTS, 1, 64).half()
     pools[0] = torch.linspace(-9, 9, NUM_SLOTS)[torch.randperm(NUM_SLOTS), None, None]  # scores from -720 to 720
-    runs: list[Run] = [([0], 0, NUM_SLOTS)]
-    assert_attended(q, pools, runs, *attended(kernel, q, pools, runs, 1, 16))
+    spans: list[Span] = [([0], 0, NUM_SLOTS)]
+    assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 1, 16))
 
 
 @pytest.mark.parametrize("broken", ["query", "key", "value", "last key", "last value"])
@@ -161,7 +161,7 @@ def test_rows_and_items_of_no_lane_stay_as_they_are(kernel: Any) -> None:
     items = [[1, 1, 0, 50], [0, 1, 1 << 30, 1 << 30]]
     out, lse = torch.full((6, 1, 16), NOWHERE, dtype=DTYPES[0]), torch.full((6, 1), NOWHERE)
     lists = [torch.tensor(x, dtype=torch.int32) for x in ([-7, 1, -7], items, [0, 0, 1, 1])]
-    kernel.attend_runs(q, *pools, *lists, out, lse, 0.25, block_rows=16, pipeline=kernel.Pipeline(32, 2, 4))
+    kernel.attend_decode_spans(q, *pools, *lists, out, lse, 0.25, block_rows=16, tiling=kernel.Tiling(32, 2, 4))
     for buffer in (out, lse):
         assert (buffer[[0, 1, 4, 5]] == NOWHERE).all()
         assert (buffer[2:4] != NOWHERE).all()
@@ -184,9 +184,9 @@ def test_asking_ahead_changes_nothing(ahead_keys: int, layout: KVLayout) -> None
     with torch.device("cuda"):
         q, pools = torch.randn(4, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
         pools = laid_out(pools, layout)
-        runs: list[Run] = [([0, 1], 12_000, 8_000), ([2], 0, 65), ([3], 100, 1_000), ([1], 3_000, 63)]
-        _, *plain = attended(kernel, q, pools, runs, 3, 16)
-        _, *asked = attended(kernel, q, pools, runs, 3, 16, ahead_keys=ahead_keys)
+        spans: list[Span] = [([0, 1], 12_000, 8_000), ([2], 0, 65), ([3], 100, 1_000), ([1], 3_000, 63)]
+        _, *plain = attended(kernel, q, pools, spans, 3, 16)
+        _, *asked = attended(kernel, q, pools, spans, 3, 16, ahead_keys=ahead_keys)
     assert all(torch.equal(one, other) for one, other in zip(plain, asked, strict=True))
 
 
@@ -201,24 +201,24 @@ def test_a_graph_follows_its_lists(block_rows: int) -> None:
         q, pools = torch.randn(16, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
         tokens, items, indptr = (torch.zeros(n, dtype=torch.int32) for n in (4_000, 400, num_lanes + 1))
         out, lse = torch.empty(16_000, 8, 128, dtype=torch.bfloat16), torch.empty(16_000, 8)
-        pipeline = kernel.Pipeline(64, 3, 4)
+        tiling = kernel.Tiling(64, 3, 4)
 
         def run() -> None:
             lists = (tokens, items.view(-1, 4), indptr, out, lse)
-            kernel.attend_runs(q, *pools, *lists, 128**-0.5, block_rows=block_rows, pipeline=pipeline)
+            kernel.attend_decode_spans(q, *pools, *lists, 128**-0.5, block_rows=block_rows, tiling=tiling)
 
         run()  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             run()
-        steps: list[list[Run]] = [[([*range(most)], 0, 19_989), ([most - 1], 77, 300)], [([3], 11, 1_000)], []]
-        for runs in steps:
-            lanes, row_tokens = lanes_of(runs, num_lanes)
+        steps: list[list[Span]] = [[([*range(most)], 0, 19_989), ([most - 1], 77, 300)], [([3], 11, 1_000)], []]
+        for spans in steps:
+            lanes, row_tokens = lanes_of(spans, num_lanes)
             for target, array in ((tokens, row_tokens), (items, lanes.items.ravel()), (indptr, lanes.indptr)):
                 target[: len(array)] = torch.tensor(array, dtype=torch.int32)
             for buffer in (out, lse):
                 buffer.fill_(NOWHERE)
             graph.replay()
             unfolded = [x.unflatten(0, (-1, 4)).transpose(1, 2).flatten(1, 2) for x in (out, lse * math.log(2))]
-            assert_attended(q, pools, runs, lanes, *unfolded)
+            assert_attended(q, pools, spans, lanes, *unfolded)
             assert (lse[4 * len(row_tokens) :] == NOWHERE).all()

@@ -70,8 +70,10 @@ def test_a_failed_step_ends_every_request_and_every_later_call_says_so(
         engine.add(PROMPTS[0], LONG, on_event=called.append)
     engine.step()
     engine.step()
+    assert engine.failure is None
     with pytest.raises(MemoryError):
         engine.step()
+    assert isinstance(engine.failure, EngineFailedError)
     assert [event.finish_reason for event in called[-2:]] == [FinishReason.ERROR] * 2
     assert called[-1].usage is not None
     assert not engine.has_work
@@ -116,6 +118,7 @@ def test_closing_ends_the_batches_of_other_threads(engine: Engine) -> None:
     assert started.wait(60)
     engine.close()
     assert [type(batch()) for batch in batches] == [EngineClosedError] * 2
+    assert isinstance(engine.failure, EngineClosedError)
     engine.close()
     for call in (engine.step, engine.quiesce, lambda: engine.add([1]), lambda: engine.generate([[1]])):
         with pytest.raises(EngineClosedError, match="the engine is closed"):

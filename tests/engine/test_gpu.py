@@ -6,7 +6,9 @@ bfloat16: there they test themselves. The first few run the reference path on th
 
 from __future__ import annotations
 
+import importlib
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from p99lab.caches.pages import PageCopy
+from p99lab.caches.pages import PageCopy, PagePool
+from p99lab.engine import linear
 from p99lab.engine.config import (
     AttentionConfig,
     CacheConfig,
@@ -326,14 +329,20 @@ def test_graphs_are_replayed_for_fewer_rows_than_they_were_captured_for(model: M
 
 
 @pytest.mark.parametrize("intruder", ["long prompt", "scored prompt", "scattered pages"])
-def test_a_step_that_no_graph_fits_runs_between_replayed_ones(model: Model, intruder: str) -> None:
-    writer = Writer(16, None)
-    # of 100 pages none is next to another: more partial results than the 96 that a graph of 4 rows has room for
-    num_pages = {"long prompt": 16, "scored prompt": 2, "scattered pages": 100}[intruder]
+def test_a_step_that_no_graph_fits_runs_between_replayed_ones(
+    model: Model, intruder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, scattered = Writer(16, None), intruder == "scattered pages"
+    # of 200 pages none is next to another: more decode spans than the 171 that the largest decode graph has room for,
+    # 40 and one for each of 131 places where lanes meet
+    num_scattered = 200 if model.device == "cuda" else 30
+    num_pages = {"long prompt": 16, "scored prompt": 2, "scattered pages": num_scattered}[intruder]
     sampling = greedy(4, prompt_logprobs=NUM_TOP if intruder == "scored prompt" else None)
-    with watched(model.config(num_pages=230, chunk=4096, graphs=MIXED_GRAPHS)) as (engine, runner):
+    graphs = DECODE_GRAPHS if scattered else MIXED_GRAPHS
+    with watched(model.config(num_pages=2 * num_pages + 60, chunk=4096, graphs=graphs)) as (engine, runner):
         session = Session(engine)
-        if intruder == "scattered pages":
+        if scattered:
+            monkeypatch.setattr(PagePool, "clear_run", lambda *_: None)  # it would move the pages in between
             _scatter(session, free_runs=(1,))
         first_epoch = runner.plans[-1].epoch if runner.plans else 0
         for _ in range(3):
@@ -345,7 +354,12 @@ def test_a_step_that_no_graph_fits_runs_between_replayed_ones(model: Model, intr
             engine.step()
         engine.check()
     model.judge.check(session.asked)
+    with_intruder = [plan for plan in runner.decode_plans if plan.epoch > first_epoch and len(plan.rows) == 4]
+    assert len(with_intruder) >= 3
+    if scattered:
+        assert max(_num_runs(row.page_table) for row in with_intruder[0].rows) >= num_scattered
     if model.device == "cuda":
+        assert all((plan.epoch in runner.replayed) != scattered for plan in with_intruder)
         was_replayed = [plan.epoch in runner.replayed for plan in runner.plans if plan.epoch > first_epoch]
         assert False in was_replayed[was_replayed.index(True) : -1]
         assert was_replayed[-1]
@@ -436,6 +450,73 @@ def test_the_host_waits_for_one_event_a_step_and_nothing_else(
             monkeypatch.undo()
         assert len(waited) == len(runner.plans) - num_before
     models.get("cuda").judge.check(session.asked)
+
+
+@pytest.mark.gpu
+def test_products_with_large_weights_have_kernels_of_their_own_and_change_no_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured at 1, 2, 4 and 8 tokens: rows of one or two are streamed, those of eight tiled."""
+    thin_linear = importlib.import_module("p99lab.engine.thin_linear")
+    called: Counter[str] = Counter()
+    for name in ("stream", "tile"):
+        monkeypatch.setattr(thin_linear, name, _counted(called, name, getattr(thin_linear, name)))
+    config = EngineConfig(
+        model=ModelConfig(name="dummy:llama-3.2-1b", dtype="bfloat16", device="cuda"),
+        cache=CacheConfig(num_pages=200),
+        scheduler=SchedulerConfig(max_num_seqs=8),
+        graphs=GraphsConfig(max_num_tokens=8),
+    )
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 100_000, 100 + number).tolist() for number in range(8)]
+    answers: list[list[Completion]] = []
+    for least in (linear.MIN_LARGE_BYTES, 1 << 60):
+        monkeypatch.setattr(linear, "MIN_LARGE_BYTES", least)
+        called.clear()
+        with Engine(config) as engine:
+            answers.append([one for num in (1, 2, 8) for one in engine.generate(prompts[:num], GREEDY)])
+            stats = engine.stats()
+            assert stats.num_graph_steps == stats.num_steps - 3
+        assert (called["stream"] > 0, called["tile"] > 0) == ((least < 1 << 60,) * 2)
+    for ours, expected in zip(*answers, strict=True):
+        pairs_of_ids = zip(ours.token_ids, expected.token_ids, strict=True)
+        num_alike = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs_of_ids)))
+        ends = slice(min(num_alike + 1, len(ours.token_ids)))  # the next is the best of nearly the same scores
+        chosen = [[logprob.chosen for logprob in one.logprobs[ends]] for one in (ours, expected)]
+        np.testing.assert_allclose(*chosen, atol=0.05)
+
+
+def _counted(called: Counter[str], name: str, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **options: Any) -> Any:
+        called[name] += 1
+        return kernel(*args, **options)
+
+    return call
+
+
+@pytest.mark.gpu
+def test_no_step_compiles_anything_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that run eagerly: chunks of a document, 64 questions about it at once, decode steps of 64 rows to one."""
+    triton = importlib.import_module("triton")
+    rng = np.random.default_rng(0)
+    document = rng.integers(0, 10_000, 3000).tolist()
+    questions = [[*document, *rng.integers(0, 10_000, 20).tolist()] for _ in range(64)]
+    config = EngineConfig(
+        model=ModelConfig(name="dummy:llama-3.2-1b", dtype="bfloat16", device="cuda"),
+        cache=CacheConfig(num_pages=400),
+        graphs=GraphsConfig(enabled=False),
+    )
+    compiled: list[object] = []
+    with watched(config) as (engine, runner):
+        monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: compiled.append(1))
+        engine.generate([document], SamplingParams(max_tokens=1))
+        engine.generate(questions, [SamplingParams(max_tokens=2 + i, ignore_eos=True) for i in range(64)])
+        assert engine.stats().num_fallback_steps == 0
+    assert max(row.num_computed_tokens for row in runner.plans[1].rows) > 0  # the second chunk
+    assert any(len(plan.rows) == 64 < plan.num_tokens for plan in runner.plans)
+    assert {len(plan.rows) for plan in runner.decode_plans} >= {*range(1, 65)}
+    assert any(plan.groups for plan in runner.decode_plans)
+    assert not compiled
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ from p99lab.engine.checkpoint import dummy_weights
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import Captured, StepGraphs, shapes
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import Row, StepPlan
+from p99lab.engine.plan import Row, StepPath, StepPlan
 from p99lab.engine.request import SamplingParams
 
 CPU = torch.device("cpu")
@@ -28,7 +28,8 @@ class NoAttention:
     def __init__(self, num_q_heads: int) -> None:
         self._num_q_heads = num_q_heads
 
-    def plan(self, step: StepPlan) -> None: ...
+    def plan(self, step: StepPlan) -> StepPath:
+        return StepPath.EAGER
 
     def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: Any) -> torch.Tensor:
         return torch.zeros_like(heads[:, : self._num_q_heads])
@@ -36,8 +37,8 @@ class NoAttention:
     def list_elements(self, shape: GraphShape) -> int:
         return 1
 
-    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | None:
-        return 0
+    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | StepPath:
+        return 0 if graphs else self.plan(step)
 
 
 class NoGraph:
@@ -65,7 +66,7 @@ def graphs(model: LlamaModel, monkeypatch: pytest.MonkeyPatch) -> StepGraphs:
 
 
 @torch.inference_mode()
-def prepared(graphs: StepGraphs, num_rows: int) -> Captured | None:
+def prepared(graphs: StepGraphs, num_rows: int) -> Captured | StepPath:
     """A step of so many rows of one token."""
     one, page = np.zeros(1, np.int32), np.zeros(1, np.int32)
     rows = tuple(Row(str(i), i, one, 0, page, True, SamplingParams(), 0) for i in range(num_rows))
@@ -75,12 +76,12 @@ def prepared(graphs: StepGraphs, num_rows: int) -> Captured | None:
 
 def test_a_step_takes_the_smallest_that_holds_it(graphs: StepGraphs) -> None:
     taken = {num_rows: prepared(graphs, num_rows) for num_rows in range(1, MOST + 2)}
-    sizes = [None if one is None else one.shape.num_tokens for one in taken.values()]
-    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 9, None]
+    sizes = [one.shape.num_tokens if isinstance(one, Captured) else one for one in taken.values()]
+    assert sizes == [1, 2, 4, 4, 8, 8, 8, 8, 9, StepPath.EAGER]
 
 
 def test_all_leave_their_logits_in_one_buffer(graphs: StepGraphs, model: LlamaModel) -> None:
-    taken = [one for num_rows in (1, 2, 8, 9) if (one := prepared(graphs, num_rows)) is not None]
+    taken = [one for num_rows in (1, 2, 8, 9) if isinstance(one := prepared(graphs, num_rows), Captured)]
     first = taken[0].logits
     assert len({one.logits.untyped_storage().data_ptr() for one in taken}) == 1
     assert first.untyped_storage().nbytes() == MOST * model.geometry.vocab_size * 4
@@ -98,5 +99,5 @@ def test_logits_are_float32_wherever_they_are_put(graphs: StepGraphs, model: Lla
     assert new.dtype == torch.float32
     assert torch.equal(out, new)
     captured = prepared(graphs, 1)
-    assert captured is not None
+    assert isinstance(captured, Captured)
     assert torch.equal(captured.logits, new)  # of token 0 at position 0, as captured

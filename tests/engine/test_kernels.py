@@ -277,9 +277,9 @@ def finished_plainly(
 ) -> torch.Tensor:
     """The same by definition."""
     k, v = pools[:, None]
-    shared_out, shared_lse, causal_out, causal_lse = partials
-    outs = torch.cat((unfold(shared_out, q.shape[1]), causal_out)).float()
-    lses = torch.cat((unfold(shared_lse, q.shape[1]), causal_lse)) * math.log(2)
+    partial_out, partial_lse, causal_out, causal_lse = partials
+    outs = torch.cat((unfold(partial_out, q.shape[1]), causal_out)).float()
+    lses = torch.cat((unfold(partial_lse, q.shape[1]), causal_lse)) * math.log(2)
     expected = torch.zeros(q.shape)
     for token in range(len(q)):
         seen = slice(starts[token], starts[token] + lens[token])
@@ -308,9 +308,9 @@ def test_without_private_keys_merging_is_all_there_is_to_finishing(state_kernels
     num_q, num_kv, dim = shape
     group = num_q // num_kv
     q, pools = torch.randn(4, num_q, dim), torch.randn(2, 1, num_kv, dim)
-    shared_lse, causal_lse = torch.randn(5 * group, num_kv), torch.randn(4, num_q)
-    shared_lse[2 * group : 3 * group] = -math.inf
-    partials = (torch.randn(5 * group, num_kv, dim), shared_lse, torch.randn(4, num_q, dim), causal_lse)
+    partial_lse, causal_lse = torch.randn(5 * group, num_kv), torch.randn(4, num_q)
+    partial_lse[2 * group : 3 * group] = -math.inf
+    partials = (torch.randn(5 * group, num_kv, dim), partial_lse, torch.randn(4, num_q, dim), causal_lse)
     rows = [[0, 1, 5], [2], [], [3, 4, 2, 8]]
     indptr = torch.tensor([0, *itertools.accumulate(map(len, rows))])
     merged = state_kernels.merge_states(*partials, indptr, torch.tensor([*itertools.chain(*rows)]))
@@ -326,9 +326,14 @@ def test_finished_parts_are_the_attention_over_all_keys(
     num_q, num_kv, dim = shape
     q, document, pools = torch.randn(3, num_q, dim), torch.randn(2, 40, num_kv, dim), torch.randn(2, 90, num_kv, dim)
     segments = [attend_plain(q[None, :2], *document[:, None, span]) for span in (slice(0, 17), slice(17, 40))]
-    shared_out, shared_lse = (torch.cat([part[i][0] for part in segments]) for i in range(2))  # rows: segment, token
+    partial_out, partial_lse = (torch.cat([part[i][0] for part in segments]) for i in range(2))  # rows: segment, token
     causal_out, causal_lse = (part[0] for part in attend_plain(q[None, 2:], *pools[:, None, :6]))
-    partials = (fold(shared_out, num_kv), fold(shared_lse, num_kv) / math.log(2), causal_out, causal_lse / math.log(2))
+    partials = (
+        fold(partial_out, num_kv),
+        fold(partial_lse, num_kv) / math.log(2),
+        causal_out,
+        causal_lse / math.log(2),
+    )
 
     out = finished(state_kernels, q, pools, [20, 3, 0], [70, 5, 0], partials, [[0, 2], [3, 1], [4]], None, index_dtype)
     for token, own in enumerate((slice(20, 90), slice(3, 8), slice(6))):
@@ -344,14 +349,14 @@ def test_any_private_part_with_any_partial_rows(state_kernels: Any, data: st.Dat
     lens = data.draw(st.lists(st.integers(0, 300), min_size=1, max_size=3))
     starts = [data.draw(st.integers(0, num_slots - length)) for length in lens]
     counts = [data.draw(st.integers(0, 37)) for _ in lens]
-    num_shared = data.draw(st.integers(0, sum(counts)))
+    num_partials = data.draw(st.integers(0, sum(counts)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q = torch.randn(len(lens), group * num_kv, dim).to(dtype)
     pools = laid_out(torch.randn(2, num_slots, num_kv, dim).to(dtype), data.draw(st.sampled_from(LAYOUTS)))
     outs = torch.randn(sum(counts), group * num_kv, dim).to(dtype)
     lses = torch.randn(sum(counts), group * num_kv) * 5 + 6
-    shared = (fold(outs[:num_shared], num_kv), fold(lses[:num_shared], num_kv))
-    partials = (*shared, outs[num_shared:], lses[num_shared:])
+    shared = (fold(outs[:num_partials], num_kv), fold(lses[:num_partials], num_kv))
+    partials = (*shared, outs[num_partials:], lses[num_partials:])
     rows = [part.tolist() for part in torch.randperm(sum(counts)).split(counts)]
     out = torch.full_like(q, NOWHERE)
     assert finished(state_kernels, q, pools, starts, lens, partials, rows, out) is out

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -13,7 +10,7 @@ from p99lab.caches.pages import PageCopy, PageMoves
 from p99lab.engine import kv_pool
 from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.kv_pool import CPU_SHARE, KVPool, affordable_pages, page_bytes
+from p99lab.engine.kv_pool import KVPool, page_bytes
 from tests.engine.layouts import LAYOUTS, laid_out
 
 GEOMETRY = Geometry(
@@ -94,21 +91,3 @@ def test_no_copies_change_nothing() -> None:
 def test_an_impossible_pool_is_a_memory_error() -> None:
     with pytest.raises(MemoryError):
         KVPool.allocate(GEOMETRY, 10**12, 64, torch.float32, CPU)
-
-
-@pytest.mark.parametrize("available", [0, 10**6, 10**9])
-def test_a_share_of_the_memory_left_is_taken_and_never_less_than_two_pages(
-    monkeypatch: pytest.MonkeyPatch, available: int
-) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
-    num_pages = affordable_pages(GEOMETRY, 16, torch.float32, CPU)
-    num_bytes = num_pages * page_bytes(GEOMETRY, 16, torch.float32)
-    assert num_pages == 2 or available * CPU_SHARE - page_bytes(GEOMETRY, 16, torch.float32) < num_bytes
-    assert num_pages == 2 or num_bytes <= available * CPU_SHARE
-
-
-def test_a_containers_limit_bounds_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=2**40))
-    monkeypatch.setattr(kv_pool, "_container_memory_left", lambda: 2.0**20)
-    pages = affordable_pages(GEOMETRY, 4, torch.float32, CPU)
-    assert pages == int(2**20 * CPU_SHARE) // page_bytes(GEOMETRY, 4, torch.float32)

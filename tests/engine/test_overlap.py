@@ -1,4 +1,4 @@
-"""Steps that overlap: what is launched when, what is told, and what is left whenever something ends in between."""
+"""Steps that overlap: what is launched when, what is emitted, and what is left whenever something ends in between."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from p99lab.engine import sampler
 from p99lab.engine.plan import Logprobs, Row
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.sampler import choose, score_rows
@@ -26,8 +27,10 @@ def _logits(num_rows: int, seed: int = 0) -> torch.Tensor:
 def _sample(logits: torch.Tensor, rows: list[Row], seed: int = 0) -> tuple[list[int], dict[int, Logprobs]]:
     """What is chosen for each row, and by row the log-probabilities of those that ask for them."""
     chosen = choose(logits, rows, seed)
-    scores = score_rows(logits, rows, chosen)
-    return chosen.tolist(), {i: logprobs for i, one in scores.items() for logprobs in one.as_logprobs()}
+    told: dict[int, Logprobs] = {}
+    for places, scores in score_rows(logits, rows, chosen):
+        told |= zip(places, scores.to_host().as_logprobs(), strict=True)
+    return chosen.tolist(), told
 
 
 def _frequencies(sampling: SamplingParams, logits: torch.Tensor, draws: int = 4000) -> np.ndarray:
@@ -113,6 +116,45 @@ def test_logprobs_are_the_models_own_whatever_the_temperature() -> None:
     assert [i for i, _ in logprobs[0].top] == expected[0].topk(4).indices.tolist()
     assert logprobs[1].chosen == pytest.approx(float(expected[1].max()))
     assert logprobs[1].top == ()
+
+
+def test_rows_that_ask_for_as_many_logprobs_are_scored_together() -> None:
+    logits = _logits(7, seed=9)
+    asked = [2, None, 0, 2, 5, 0, 2]
+    rows = [_row(SamplingParams(logprobs=num_top), number=i) for i, num_top in enumerate(asked)]
+    chosen = choose(logits, rows, 0)
+    scored = score_rows(logits, rows, chosen)
+    assert [places for places, _ in scored] == [[0, 3, 6], [2, 5], [4]]
+    expected = logits.log_softmax(-1)
+    for places, scores in scored:
+        for i, one in zip(places, scores.as_logprobs(), strict=True):
+            values, ids = expected[i].topk(asked[i] or 0)
+            assert one == Logprobs(
+                float(expected[i, chosen[i]]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+            )
+
+
+def test_a_row_that_truncates_nothing_draws_in_the_order_of_ids_without_sorting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = _logits(64, seed=11)
+    rows = [_row(SamplingParams(temperature=0.8, seed=i)) for i in range(64)]
+    monkeypatch.setattr(torch.Tensor, "sort", lambda *_, **__: pytest.fail("sorts"))
+    chosen = choose(logits, rows, 0)
+    after = (logits.double() / 0.8).softmax(-1).cumsum(-1)
+    for i, token_id in enumerate(chosen.tolist()):
+        number = np.random.Generator(np.random.Philox(key=np.array([i, 0], np.uint64))).random(dtype=np.float32)
+        assert (float(after[i, token_id - 1]) if token_id else 0.0) - 1e-6 <= number < float(after[i, token_id]) + 1e-6
+
+
+def test_no_draw_falls_on_a_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also at the ends of the numbers that there are: ids below the first possible one, and above the last."""
+    logits = torch.full((3, VOCAB), -torch.inf)
+    logits[:, 10:40] = _logits(3)[:, 10:40]
+    for number, least, most in ((0.0, 10, 10), (1 - 2**-24, 39, 39)):
+        monkeypatch.setattr(sampler, "_uniform", lambda row, seed, number=number: number)
+        drawn = choose(logits, [_row(SamplingParams(temperature=1.0), i) for i in range(3)], 0).tolist()
+        assert all(least <= token_id <= most for token_id in drawn)
 
 
 @pytest.mark.parametrize(

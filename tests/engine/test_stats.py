@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from p99lab.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from p99lab.engine.config import CacheConfig, EngineConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
+from p99lab.engine.plan import PageMoves, PrefixGroup, Row, StepPath, StepPlan, StepResult
 from p99lab.engine.request import SamplingParams
-from p99lab.engine.stats import NUM_KEPT_STEPS, EngineStats, StepTimes
+from p99lab.engine.stats import DEVICE_BOUNDS_S, NUM_KEPT_STEPS, EngineStats, StepTimes
 
 FOUR = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -77,6 +80,45 @@ def test_a_step_begins_when_launched_or_when_the_one_before_has_ended() -> None:
         times.add(1, launched_s, ended_s)
     assert list(times.recent_s) == [3.0, 1.0, 2.0]
     assert times.busy_s == 6.0
+
+
+def test_how_steps_ran_is_counted() -> None:
+    times = StepTimes()
+    one, pages = np.zeros(1, np.int32), np.arange(3, dtype=np.int32)
+    rows = tuple(
+        Row(str(i), i, np.zeros(num, np.int32), 8, pages, True, SamplingParams(), 0) for i, num in enumerate((2, 1, 5))
+    )
+    groups = (PrefixGroup((0, 1), 0, 1), PrefixGroup((0, 1), 1, 1))  # nested: rows count once
+    plan = StepPlan(1, rows, groups, moves=(PageMoves(one, one), PageMoves(pages, pages)))
+    assert plan.num_shared_tokens == 3
+    for path, num_padded, device_s in (
+        (StepPath.GRAPH, 3, 0.0025),
+        (StepPath.GRAPH, 0, 0.004),
+        (StepPath.EAGER, 0, None),
+        (StepPath.FALLBACK, 0, 100.0),
+    ):
+        times.add_result(plan, StepResult(1, (None,) * 3, (None,) * 3, {}, device_s, path, num_padded))
+    assert (times.num_graph_steps, times.num_fallback_steps, times.num_padded_tokens) == (2, 1, 3)
+    assert (times.num_moved_pages, times.num_shared_tokens) == (4 * 4, 4 * 3)
+    assert times.num_by_device_s == [1, 1, *[0] * (len(DEVICE_BOUNDS_S) - 2), 1]
+    assert times.device_s == pytest.approx(100.0065)
+
+
+def test_an_engine_counts_what_its_steps_share_and_move(tiny_llama: str) -> None:
+    grouping = GroupingConfig(decide_by="length", min_shared_tokens=4)
+    config = EngineConfig(model=tiny_llama, cache=CacheConfig(page_size=4, num_pages=200), grouping=grouping)
+    with Engine(config) as engine:
+        document = list(range(1, 13))
+        engine.generate([document], SamplingParams(max_tokens=1, ignore_eos=True))
+        engine.reconfigure()
+        engine.generate([[*document, 20], [*document, 21], [99]], FOUR)
+        stats = engine.stats()
+        assert (stats.num_steps, stats.num_step_tokens, stats.num_shared_tokens) == (4, 3 * 4, 2 * 4)
+        assert (stats.num_graph_steps, stats.num_fallback_steps, stats.num_padded_tokens) == (0, 0, 0)
+        shares = replace(stats, num_graph_steps=3, num_fallback_steps=1)
+        assert (shares.graph_share, shares.fallback_share) == (0.75, 0.25)
+        assert sum(stats.num_by_device_s) == 0  # a CPU has no clock of its own
+        assert stats.device_s == 0.0
 
 
 def test_stats_are_plain_numbers(engine: Engine) -> None:

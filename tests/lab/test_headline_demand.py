@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -110,7 +111,8 @@ def test_tables_take_a_peer_for_no_measure(measured: Headline) -> None:
     assert len(headline_bars.bars(measured)) == 0  # another scenario
 
 
-def test_a_peer_that_does_not_start_leaves_the_others(tmp_path: Path) -> None:
+def test_a_peer_that_does_not_start_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its log stays
     few = ("open_shares=[]", "bursty_shares=[]", "open_rates=[]", "cold_documents=0", "arms=[stock, vLLM]")
     found = headline.run(parameters(tmp_path, *few, server=BROKEN))
     assert found.cell("vLLM") is None

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,12 @@ from p99lab.lab.vllm_server import BEST_FLAGS, MODEL, PeerError, VllmSpec, spec_
 from tests.lab.fake_vllm import BROKEN, SERVER, make_model, make_site
 
 
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logs of servers that do not start stay."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return make_model(tmp_path / "model")
@@ -27,9 +34,11 @@ def model(tmp_path: Path) -> Path:
 def test_it_serves_until_it_is_left(tmp_path: Path, model: Path) -> None:
     before = set(psutil.Process().children())
     with vllm_server(VllmSpec(make_site(tmp_path / "site"), model), 30.0) as url:
+        (log,) = tmp_path.glob("p99lab-vllm-*.log")
         (listed,) = httpx.get(f"{url}/models", trust_env=False).json()["data"]
         started = set(psutil.Process().children()) - before
     assert listed["id"] == MODEL
+    assert not log.exists()
     assert len(started) == 2  # the server, and what ends it should this process be killed
     assert not any(process.is_running() for process in started)
 
@@ -39,9 +48,7 @@ def test_it_takes_its_group_along(tmp_path: Path, model: Path) -> None:
     starting = vllm_server(VllmSpec(make_site(tmp_path / "site", forking), model), 1.0)
     with pytest.raises(PeerError, match=r"vLLM does not answer after 1 s: child \d+ ") as caught, starting:
         pass
-    said, _, log = str(caught.value).removesuffix(")").partition(" (log: ")
-    Path(log).unlink()
-    child = int(said.split()[-1])
+    child = int(str(caught.value).partition(" (log: ")[0].split()[-1])
     until_s = time.monotonic() + 5.0
     while psutil.pid_exists(child) and time.monotonic() < until_s:  # its new parent has to bury it
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -56,7 +63,8 @@ def test_a_server_that_ends_says_why_in_a_line(tmp_path: Path, model: Path) -> N
     reason = r"^vLLM ended with exit code 1: ImportError: no kernels for this GPU \(log: "
     with pytest.raises(PeerError, match=reason) as caught, starting:
         pass
-    Path(str(caught.value).removesuffix(")").partition("(log: ")[2]).unlink()  # it stays for whoever wants to read it
+    log = tmp_path / str(caught.value).removesuffix(")").partition("(log: ")[2]
+    assert "no kernels for this GPU" in log.read_text()  # it stays for whoever wants to read all of it
 
 
 DEAD = """
@@ -75,7 +83,7 @@ def test_an_engine_that_dies_behind_a_living_server_is_not_waited_for(tmp_path: 
     with pytest.raises(PeerError) as caught, starting:
         pass
     cause = "torch.OutOfMemoryError: CUDA out of memory."
-    assert str(caught.value) == f"vLLM's engine did not start: {cause} (log: {log})"
+    assert str(caught.value) == f"vLLM's engine did not start: {cause} (log: vllm.log)"
     assert "See root cause above" in log.read_text()
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncGenerator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from p99lab.probe.documents import Passage
 from p99lab.probe.load import drive
 from p99lab.probe.records import Outcome, Phase, from_table, read_parquet, to_table, write_parquet
 from p99lab.probe.stats import attribution, e2e, measured, queue_time, tpot, ttft
-from p99lab.probe.targets import RequestError
+from p99lab.probe.targets import Chunk, RequestError
 from p99lab.probe.workload import ClosedLoad, OpenLoad, Query
 
 pytestmark = pytest.mark.light
@@ -72,6 +73,24 @@ def test_an_open_load_sends_at_its_times_whatever_the_target_does(fake_target: A
     assert [ttft(r) for r in first] == pytest.approx(1.0 + 0.9 * np.arange(20))
     assert [queue_time(r) for r in first] == pytest.approx(0.9 * np.arange(20))
     assert any(r.phase is Phase.COOLDOWN for r in run.records)  # arrivals go on until the last measured one has ended
+
+
+def test_requests_are_ready_before_their_time(fake_target: Any, virtual: Any) -> None:
+    ready_s: list[float] = []
+
+    class Noting(fake_target):  # type: ignore[misc]
+        def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
+            ready_s.append(asyncio.get_running_loop().time())
+            return super().send(query)  # type: ignore[no-any-return]
+
+    async def main() -> Any:
+        load, clock = OpenLoad(rate=1, num_requests=5, warmup_share=0), asyncio.get_running_loop().time
+        due = (query(i, intended_s=float(i + 1)) for i in range(9))
+        return await drive(Noting(), load, due, clock=clock, spin_s=0.0)
+
+    sent_s = [record.send_s for record in virtual(main).records]
+    assert len(sent_s) >= 5
+    assert ready_s[1 : len(sent_s)] == pytest.approx(sent_s[:-1])  # when the one before is sent
 
 
 def test_all_queries_of_a_finite_load_are_made_before_the_first_is_sent(fake_target: Any, virtual: Any) -> None:

@@ -117,8 +117,14 @@ def test_metrics_count_what_was_done(engine: Engine) -> None:
     assert found["p99lab_time_to_first_token_seconds_count",] == 2
     assert found["p99lab_inter_token_latency_seconds_count",] == 8
     assert found["p99lab_e2e_latency_seconds_count",] == 2
+    assert found["p99lab_queue_time_seconds_count",] == 2
+    assert 0 < found["p99lab_queue_time_seconds_sum",] < found["p99lab_e2e_latency_seconds_sum",]
     assert found["p99lab_pages", "free"] + found["p99lab_pages", "cached"] == 400
     assert (found["p99lab_pages", "active"], found["p99lab_requests_running",]) == (0, 0)
     assert found["p99lab_steps_total",] == engine.stats().num_steps
+    assert (found["p99lab_graph_steps_total",], found["p99lab_fallback_steps_total",]) == (0, 0)
+    assert (found["p99lab_padded_tokens_total",], found["p99lab_moved_pages_total",]) == (0, 0)
+    assert found["p99lab_shared_tokens_total",] == engine.stats().num_shared_tokens
+    assert found["p99lab_step_device_seconds_count",] == 0  # a CPU has no clock of its own
     assert found["p99lab_recent_step_seconds", "0.99"] > 0
     assert {metric.name for metric in REGISTRY.collect()} == before  # the process-wide registry is untouched

@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.engine import Engine
+from p99lab.engine.runner import ModelRunner
 from p99lab.serving.gateways import serve_from_process
 from p99lab.serving.process import ServerProcessError
 from tests.serving.clients import complete, connect, eventually, slow_steps
@@ -84,6 +85,26 @@ def test_several_say_which_of_them_has_answered(own_engine: Engine) -> None:
         assert client.get(url.removesuffix("/v1") + "/health").json() == {"status": "ok"}
 
 
+def test_each_says_that_the_engine_has_failed_whoever_has_met_it(
+    own_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(self: ModelRunner, plan: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(ModelRunner, "launch", failing)
+    with serve_from_process(own_engine, model="tiny", num_gateways=2) as url, connect(url) as client:
+        health = url.removesuffix("/v1") + "/health"
+        assert client.post("/completions", json=ENDLESS).status_code == 500
+        statuses: dict[int, str] = {}
+
+        def all_say_so() -> bool:
+            response = client.get(health)
+            statuses[response.json()["gateway"]] = response.json()["status"]
+            return len(statuses) == 2 and all("no room" in status for status in statuses.values())
+
+        eventually(all_say_so)
+
+
 def own_series(text: str) -> dict[str | None, list[float]]:
     """By gateway, how many completions it says that it has answered."""
     found: dict[str | None, list[float]] = {}
@@ -94,7 +115,7 @@ def own_series(text: str) -> dict[str | None, list[float]]:
     return found
 
 
-def test_a_gateway_that_is_killed_is_told_on_leaving(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gateway_that_is_killed_is_reported_on_leaving(own_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     slow_steps(monkeypatch, 0.005)
     before = gateways(os.getpid())
     server = serve_from_process(own_engine, model="tiny")

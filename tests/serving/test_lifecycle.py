@@ -1,4 +1,4 @@
-"""Requests that end early, and servers that do: what is freed, what is told, what is waited for."""
+"""Requests that end early, and servers that do: what is freed, what is answered, what is waited for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 
 from p99lab.engine.engine import Engine
 from p99lab.engine.runner import ModelRunner
+from p99lab.errors import AccountingError
 from tests.serving.clients import complete, connect, error_of, events, eventually, slow_steps
 from tests.serving.conftest import Serve
 
@@ -72,6 +74,17 @@ class Stream(threading.Thread):
         return events(self.text) if "[DONE]" in self.text else [json.loads(p[6:]) for p in self.text.split("\n\n") if p]
 
 
+@contextmanager
+def one_waiting(engine: Engine, serve: Serve) -> Iterator[tuple[httpx.Client, Stream, Stream]]:
+    """A client of a server whose engine runs one request at a time: its stream that runs, and its stream that waits."""
+    with serve(engine, model="tiny") as url, connect(url) as client:
+        running = Stream(client)
+        assert running.begun.wait(30)
+        waiting = Stream(client, max_tokens=2)
+        eventually(lambda: engine.stats().num_waiting == 1)
+        yield client, running, waiting
+
+
 @pytest.mark.parametrize("fields", [{}, {"n": 3, "seed": 1}, {"stream": False}, {"stream": False, "n": 3}])
 def test_a_client_that_hangs_up_frees_its_pages(
     own_engine: Engine, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], serve: Serve
@@ -95,13 +108,8 @@ def test_a_full_queue_is_429_with_retry_after(
     slow_steps(monkeypatch, SLOW_S)
     with (
         new_engine(max_num_seqs=1, max_num_waiting=1) as engine,
-        serve(engine, model="tiny") as url,
-        connect(url) as client,
+        one_waiting(engine, serve) as (client, running, waiting),
     ):
-        running = Stream(client)
-        assert running.begun.wait(30)
-        waiting = Stream(client, max_tokens=2)
-        eventually(lambda: engine.stats().num_waiting == 1)
         for stream in (True, False):
             response = client.post("/completions", json={**LONG, "stream": stream})
             assert (response.status_code, response.headers["retry-after"]) == (429, "1")
@@ -120,13 +128,8 @@ def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(
     slow_steps(monkeypatch, SLOW_S)
     with (
         new_engine(max_num_seqs=1, max_num_waiting=3) as engine,
-        serve(engine, model="tiny") as url,
-        connect(url) as client,
+        one_waiting(engine, serve) as (client, running, waiting),
     ):
-        running = Stream(client)
-        assert running.begun.wait(30)
-        waiting = Stream(client, max_tokens=2)
-        eventually(lambda: engine.stats().num_waiting == 1)
         response = client.post("/completions", json={**LONG, "n": 3, "stream": False})
         assert response.status_code == 429
         eventually(lambda: engine.stats().num_waiting == 1)
@@ -136,7 +139,24 @@ def test_a_batch_of_which_one_is_refused_leaves_nothing_behind(
         engine.check()
 
 
-def test_a_failed_step_is_told_before_and_in_a_stream_and_by_health(
+def test_health_says_that_the_engine_has_failed_though_no_request_has_met_it(own_engine: Engine, serve: Serve) -> None:
+    with serve(own_engine, model="tiny") as url, connect(url) as client:
+        health = url.removesuffix("/v1") + "/health"
+        assert client.get(health).status_code == 200
+        own_engine.fail(AccountingError("a page too many"))
+        eventually(lambda: client.get(health).status_code == 503)
+        assert "a page too many" in client.get(health).json()["status"]
+
+
+def test_health_says_that_the_engine_is_closed(own_engine: Engine, serve: Serve) -> None:
+    with serve(own_engine, model="tiny") as url, connect(url) as client:
+        health = url.removesuffix("/v1") + "/health"
+        own_engine.close()
+        eventually(lambda: client.get(health).status_code == 503)
+        assert client.get(health).json()["status"] == "the engine is closed"
+
+
+def test_a_failed_step_is_an_error_before_and_in_a_stream_and_at_health(
     own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     launch, left = ModelRunner.launch, iter(range(9, -1, -1))
@@ -201,7 +221,7 @@ def test_leaving_waits_for_what_runs_and_turns_the_rest_away(
     assert "retry-after" in refusals[0].headers
 
 
-def test_what_outlasts_the_drain_is_cancelled_and_told(
+def test_what_outlasts_the_drain_is_cancelled_with_an_error(
     own_engine: Engine, monkeypatch: pytest.MonkeyPatch, serve: Serve
 ) -> None:
     slow_steps(monkeypatch, SLOW_S)

@@ -23,7 +23,7 @@ from p99lab.errors import (
 )
 from p99lab.serving import protocol
 from p99lab.serving.protocol import engine_pb2 as pb
-from p99lab.serving.protocol.messages import Wanted, read_add, read_events, write_add, write_events
+from p99lab.serving.protocol.messages import EngineRequest, read_add, read_error, read_events, write_add, write_events
 
 TIMES = st.floats(0, 1e9)
 LOGPROBS = st.floats(-1e4, 0)
@@ -68,16 +68,16 @@ def events(draw: st.DrawFn) -> TokenEvent:
 
 
 @given(st.lists(events(), max_size=6))
-def test_a_steps_events_arrive_as_they_were(told: list[TokenEvent]) -> None:
-    numbered = list(enumerate(told))
+def test_a_steps_events_arrive_as_they_were(items: list[TokenEvent]) -> None:
+    numbered = list(enumerate(items))
     sent = write_events(numbered, None).SerializeToString()
     arrived = list(read_events(pb.FromEngine.FromString(sent)))
     assert sorted(arrived, key=lambda item: item[0]) == numbered
 
 
 def test_tokens_of_one_request_keep_their_order() -> None:
-    told = [(7, TokenEvent("", token_id, "", float(token_id))) for token_id in (3, 1, 2)]
-    assert list(read_events(write_events(told))) == told
+    items = [(7, TokenEvent("", token_id, "", float(token_id))) for token_id in (3, 1, 2)]
+    assert list(read_events(write_events(items))) == items
 
 
 @given(
@@ -99,31 +99,34 @@ def test_a_request_arrives_as_it_was(ids: list[int], seed: int | None, logprobs:
         logprobs=logprobs,
         prompt_logprobs=logprobs,
     )
-    wanted = Wanted(9, np.array(ids, np.int32), sampling, 1.25, "name", -3, 2.5)
-    sent = write_add(wanted).SerializeToString()
+    request = EngineRequest(9, np.array(ids, np.int32), sampling, 1.25, "name", -3, 2.5)
+    sent = write_add(request).SerializeToString()
     arrived = read_add(pb.FromGateway.FromString(sent).add)
-    np.testing.assert_array_equal(arrived.token_ids, wanted.token_ids)
+    np.testing.assert_array_equal(arrived.token_ids, request.token_ids)
     assert arrived.token_ids.dtype == np.int32
     for name in ("number", "sampling", "arrival_s", "request_id", "priority", "deadline_s"):
-        assert getattr(arrived, name) == getattr(wanted, name)
+        assert getattr(arrived, name) == getattr(request, name)
 
 
 def test_stop_strings_stay_behind_and_impossible_stop_ids_too() -> None:
     sampling = SamplingParams(stop=("x",), stop_token_ids=(-1, 4, 2**31))
-    arrived = read_add(write_add(Wanted(0, np.array([1], np.int32), sampling, 0.0)).add)
+    arrived = read_add(write_add(EngineRequest(0, np.array([1], np.int32), sampling, 0.0)).add)
     assert (arrived.sampling.stop, arrived.sampling.stop_token_ids) == ((), (4,))
     assert (arrived.request_id, arrived.deadline_s) == (None, None)
 
 
 def test_a_number_that_no_field_holds_is_refused() -> None:
     with pytest.raises(BadParameterError, match="out of range"):
-        write_add(Wanted(0, np.array([1], np.int32), SamplingParams(), 0.0, priority=2**70))
+        write_add(EngineRequest(0, np.array([1], np.int32), SamplingParams(), 0.0, priority=2**70))
 
 
 @pytest.mark.parametrize("kind", [BadParameterError, QueueFullError, EngineClosedError, EngineFailedError, P99labError])
 def test_an_error_is_raised_again_as_what_it_was(kind: type[P99labError]) -> None:
     ((number, error),) = read_events(write_events([(3, kind("why"))]))
     assert (number, type(error), str(error)) == (3, kind, "why")
+    error = read_error(write_events([], failure=kind("why")).failure)
+    assert (type(error), str(error)) == (kind, "why")
+    assert not write_events([]).HasField("failure")
 
 
 def test_a_defects_details_stay_behind() -> None:

@@ -60,14 +60,14 @@ class Admission:
         return now - request.timeline.arrival_s >= self._max_hold_s
 
     def _company(self, waiting: Sequence[Request], running: Sequence[Request]) -> list[Company]:
-        """Of each waiting request: those that share the deepest level with it which anybody shares."""
+        """Of each waiting request: those that share the deepest node of the trie with it which anybody shares."""
         size = self._tree.pool.page_size
         computed = [request.page_table[: request.num_computed_tokens // size] for request in running]
-        order, levels = trie([*self._look_up(waiting), *computed])
+        order, nodes = trie([*self._look_up(waiting), *computed])
         company = [ALONE] * len(waiting)
-        for level in levels:
-            if level.num_pages * size >= self._min_shared_tokens:
-                members = order[level.first : level.last]
+        for node in nodes:
+            if node.num_pages * size >= self._min_shared_tokens:
+                members = order[node.first : node.last]
                 for i in members:
                     if i < len(waiting):
                         company[i] = Company(-len(members), min(members))

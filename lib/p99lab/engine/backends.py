@@ -12,6 +12,7 @@ from p99lab.engine.attention.base import AttentionBackend, GraphAttention
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig, GraphsConfig
 from p99lab.engine.costs import H200, StepCost, device_costs
+from p99lab.engine.device_memory import max_step_tokens
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
 from p99lab.engine.kv_pool import KVPool
@@ -62,7 +63,8 @@ def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int, max_num_seqs: in
     """
     num_slots = pool.k.shape[1] * pool.page_size
     pages = np.arange(pool.k.shape[1], dtype=np.int32)
-    plain, random = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
+    plain, drawn = SamplingParams(), SamplingParams(temperature=1.0)
+    truncated = SamplingParams(temperature=1.0, top_p=0.9, logprobs=1)
 
     def row(num_tokens: int, num_computed_tokens: int, sampling: SamplingParams) -> Row:
         num_pages = -(-(num_computed_tokens + num_tokens) // pool.page_size)
@@ -75,8 +77,8 @@ def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int, max_num_seqs: in
     for rows in (
         [row(whole, 0, plain)],
         [row(few, long, plain)],
-        [row(few, long, plain), row(1, long, random), row(1, 1, plain)],
-        [row(1, 0, random)] * max_num_seqs,
+        [row(few, long, plain), row(1, long, truncated), row(1, 1, drawn)],
+        [row(1, 0, truncated)] * max_num_seqs,
     ):
         runner.execute(StepPlan(0, tuple(rows)))
     for num_rows in REHEARSED_ROWS:
@@ -92,7 +94,8 @@ def _make_runner(
     """A runner, and the ways in which it may come to run a step; the last is the one that is configured."""
     model = LlamaModel(weights)
     sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=pool.k.device)
-    attentions = Attentions(pool, weights.geometry)
+    num_tokens = max(max_step_tokens(config.scheduler, weights.geometry), config.graphs.max_num_tokens)
+    attentions = Attentions(pool, weights.geometry, num_tokens)
     attention = attentions.choose(config.attention)
     graphs = None
     if config.graphs.enabled and config.attention.kernels == "spans" and attention is not attentions.reference:
@@ -109,10 +112,13 @@ def _make_runner(
 
 
 class Attentions:
-    """The attention backends over one pool, each made when it is first asked for: kernels may have to be compiled."""
+    """The attention backends over one pool, each made when it is first asked for: kernels may have to be compiled.
 
-    def __init__(self, pool: KVPool, geometry: Geometry) -> None:
-        self._pool, self._geometry = pool, geometry
+    `max_num_tokens`: of a step, see `FlashInferAttention`.
+    """
+
+    def __init__(self, pool: KVPool, geometry: Geometry, max_num_tokens: int) -> None:
+        self._pool, self._geometry, self._max_num_tokens = pool, geometry, max_num_tokens
 
     @cached_property
     def reference(self) -> ReferenceAttention:
@@ -125,7 +131,8 @@ class Attentions:
         k = self._pool.k
         measured = device_costs(torch.cuda.get_device_name(k.device)) or H200  # another Hopper GPU has much the same
         costs = StepCost(measured, self._geometry, self._pool.page_size, k.element_size())
-        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens, self.paged)
+        most = self._max_num_tokens
+        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens, self.paged, most)
 
     @cached_property
     def paged(self) -> AttentionBackend:

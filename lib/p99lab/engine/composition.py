@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.costs import StepCost
 from p99lab.engine.policy import URGENCIES, Urgency
 from p99lab.engine.request import Request
+from p99lab.errors import BadParameterError
 
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens: what prompts get of a step even if decoding alone takes longer than the bound
@@ -165,6 +167,29 @@ class Stock:
                 break
             shares.append((request, remaining(request)))
         return shares or [(request, remaining(request)) for request in running if remaining(request)]
+
+
+def compose(
+    config: SchedulerConfig,
+    costs: StepCost | None,
+    step_time_s: Callable[[Sequence[ScheduledTokens], StepCost], float],
+) -> Composition:
+    """The composition that `config` asks for.
+
+    Args:
+        step_time_s: predicted, of a step that computes these tokens.
+
+    Raises:
+        BadParameterError: a bound on steps whose times nobody has measured (`costs` None).
+    """
+    if config.composition == "stock":
+        return Stock(config.max_num_batched_tokens)
+    bound = None
+    if config.max_step_s is not None:
+        if costs is None:
+            raise BadParameterError("max_step_s: this device's step times have not been measured")
+        bound = StepBound(config.max_step_s, costs, lambda shares: step_time_s(shares, costs))
+    return Chunked(config.max_num_batched_tokens, bound, URGENCIES[config.policy])
 
 
 def remaining(request: Request) -> int:

@@ -117,7 +117,7 @@ class StepCost:
         self._page_size = page_size
         self._num_layers = geometry.num_layers
         self._num_kv_heads = geometry.num_kv_heads
-        self._fold = geometry.num_q_heads // geometry.num_kv_heads
+        self._gqa_ratio = geometry.num_q_heads // geometry.num_kv_heads
         num_head_weights = geometry.vocab_size * geometry.hidden_size
         num_embeddings = num_head_weights * (1 if geometry.tie_word_embeddings else 2)
         self._num_body_weights = geometry.num_parameters - num_embeddings
@@ -196,7 +196,7 @@ class StepCost:
 
     def _work(self, levels: Sequence[Level]) -> _Work:
         device = self._device
-        tile_tokens, num_heads = device.tile_rows / self._fold, self._num_kv_heads
+        tile_tokens, num_heads = device.tile_rows / self._gqa_ratio, self._num_kv_heads
         spans: dict[int, tuple[int, int]] = {}
         num_item_keys = num_read_keys = 0
         for num_tokens, num_keys in levels:
@@ -260,7 +260,7 @@ class StepCost:
         return max(self._num_items(num_tokens) * num_keys * self._even_key_s, num_keys * self._read_key_s)
 
     def _num_items(self, num_tokens: int) -> int:
-        return -(-num_tokens * self._fold // self._device.tile_rows) * self._num_kv_heads
+        return -(-num_tokens * self._gqa_ratio // self._device.tile_rows) * self._num_kv_heads
 
     def _causal_s(self, rows: Sequence[Row]) -> float:
         """What rows of several tokens see of their own new tokens."""

@@ -1,13 +1,13 @@
-"""Attention of few rows over long runs of keys on CUDA, in Triton: bound by reading keys and values once.
+"""Attention of few rows over long spans of keys on CUDA, in Triton: bound by reading keys and values once.
 
 A decode step's tokens that share a prefix see the same keys, so their query heads of one kv head are the rows of one
 small matrix, folded as in `state_kernels`. 16 to 64 of them do not fill the tile of a prefill kernel, which computes
 two to eight times as much as there is, and lowers the clock by the power that this takes. Here a tile has as many rows
-as there are, and what is left is to keep memory busy. Runs are cut into items and these dealt to a fixed number of
+as there are, and what is left is to keep memory busy. Spans are cut into items and these dealt to a fixed number of
 lanes (`attention.lanes`). A lane is one program for each kv head: neighbouring programs read heads of the same keys,
 which lie side by side in memory, or far apart (`CacheConfig.kv_layout`).
 
-A program can also touch keys long before it reads them (`Pipeline.ahead_keys`), for the sake of their addresses: a step
+A program can also touch keys long before it reads them (`Tiling.ahead_keys`), for the sake of their addresses: a step
 may read more memory than the chip holds translations for.
 
 As in `kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph: which items there are is
@@ -31,7 +31,7 @@ PAGE_BYTES = 2 << 20  # what one address translation covers
 
 
 @dataclass(frozen=True, slots=True)
-class Pipeline:
+class Tiling:
     """How a program reads: `block_keys` keys at a time, `num_stages` of such blocks on their way or in use.
 
     Blocks come by asynchronous copies of 16 bytes. A line of the keys and one of the values that come `ahead_keys`
@@ -45,7 +45,7 @@ class Pipeline:
     ahead_keys: int = 0
 
 
-def attend_runs(
+def attend_decode_spans(
     q: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
@@ -57,22 +57,23 @@ def attend_runs(
     scale: float,
     *,
     block_rows: int,
-    pipeline: Pipeline,
+    tiling: Tiling,
 ) -> None:
-    """Partial results of tokens over runs of consecutive slots that they see whole.
+    """Partial results of tokens over spans of consecutive slots that they see whole.
 
     Args:
         q: [T, q_heads, dim] in bf16 or fp16, dim a power of two >= 16.
         k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads; see `kernels.pool_strides`.
         tokens: [M] int32, the token of each partial row.
         items: [N, 4] int32: first partial row, number of rows, first slot, number of keys. There are keys, and rows
-            times group are at most block_rows, group being q_heads / kv_heads.
+            times gqa_ratio are at most block_rows, gqa_ratio being q_heads / kv_heads.
         lane_indptr: [L + 1] int32. Lane i has the items from lane_indptr[i] to lane_indptr[i + 1]; others are not read.
-        out: [M * group, kv_heads, dim], folded as `state_kernels.gather_folded` folds queries. Rows of no item stay.
-        lse: [M * group, kv_heads] float32, in base 2.
+        out: [M * gqa_ratio, kv_heads, dim], folded as `state_kernels.gather_folded` folds queries. Rows of no item
+            stay.
+        lse: [M * gqa_ratio, kv_heads] float32, in base 2.
         scale: of scores, positive; another value compiles another kernel.
         block_rows: rows of the tile, one of BLOCK_ROWS.
-        pipeline: how keys and values are read.
+        tiling: how keys and values are read.
     """
     _, num_q, dim = q.shape
     num_kv = k_pool.shape[1]
@@ -83,19 +84,19 @@ def attend_runs(
     assert items.shape[1] == 4
     assert block_rows in BLOCK_ROWS
     assert scale > 0
-    assert pipeline.ahead_keys >= 0
+    assert tiling.ahead_keys >= 0
     slot_stride, head_stride = pool_strides(k_pool, v_pool)
     page_keys = max(1, PAGE_BYTES // (slot_stride * k_pool.element_size()))
-    pools, ahead = (k_pool, v_pool, head_stride, slot_stride), (pipeline.ahead_keys, page_keys)
-    sizes = (num_kv, num_q // num_kv, dim, block_rows, pipeline.block_keys, TAIL_KEYS, *ahead)
-    _attend_runs[((len(lane_indptr) - 1) * num_kv,)](
+    pools, ahead = (k_pool, v_pool, head_stride, slot_stride), (tiling.ahead_keys, page_keys)
+    sizes = (num_kv, num_q // num_kv, dim, block_rows, tiling.block_keys, TAIL_KEYS, *ahead)
+    _attend_decode_spans[((len(lane_indptr) - 1) * num_kv,)](
         q, *pools, tokens, items, lane_indptr, out, lse, scale, *sizes,
-        num_warps=pipeline.num_warps, num_stages=pipeline.num_stages,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["tokens", "items", "lane_indptr", "lse"])
-def _attend_runs(
+def _attend_decode_spans(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
@@ -108,7 +109,7 @@ def _attend_runs(
     lse: tl.tensor,
     scale: tl.constexpr,
     num_kv: tl.constexpr,
-    group: tl.constexpr,
+    gqa_ratio: tl.constexpr,
     dim: tl.constexpr,
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
@@ -116,7 +117,7 @@ def _attend_runs(
     ahead_keys: tl.constexpr,
     page_keys: tl.constexpr,
 ) -> None:
-    """One program a kv head of a lane. The state is that of `state_kernels`: peak, total, and the mixed values."""
+    """One program a kv head of a lane. Its state is that of `state_kernels`."""
     log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
     lane, head = tl.program_id(0) // num_kv, tl.program_id(0) % num_kv
     row, dims = tl.arange(0, block_rows), tl.arange(0, dim)[None, :]
@@ -131,24 +132,24 @@ def _attend_runs(
             more = index + 1 < end  # asking goes on with the lane's next item
             next_start, next_keys = tl.load(item + 6, mask=more, other=0), tl.load(item + 7, mask=more, other=0)
             for at in tl.static_range(page_keys, ahead_keys, page_keys):
-                _ask(k_pool, v_pool, start + at, column, slot_stride, at < num_keys)
-        here = row < num_rows * group
-        token = tl.load(tokens + first_row + row // group, mask=here, other=0).to(tl.int64)
-        query = (token * num_kv + head) * group + row % group
+                _prefetch(k_pool, v_pool, start + at, column, slot_stride, at < num_keys)
+        here = row < num_rows * gqa_ratio
+        token = tl.load(tokens + first_row + row // gqa_ratio, mask=here, other=0).to(tl.int64)
+        query = (token * num_kv + head) * gqa_ratio + row % gqa_ratio
         queries = tl.load(q + query[:, None] * dim + dims, mask=here[:, None], other=0.0)
-        peak = tl.full([block_rows], float("-inf"), tl.float32)
-        total = tl.zeros([block_rows], tl.float32)
-        mixed = tl.zeros([block_rows, dim], tl.float32)
+        m_i = tl.full([block_rows], float("-inf"), tl.float32)
+        l_i = tl.zeros([block_rows], tl.float32)
+        acc = tl.zeros([block_rows, dim], tl.float32)
         whole = num_keys // block_keys * block_keys
         for at in range(0, whole, block_keys):
             if ahead_keys > 0:
                 later = at + ahead_keys
                 slot = tl.where(later < num_keys, start, next_start - num_keys) + later
-                _ask(k_pool, v_pool, slot, column, slot_stride, later < num_keys + next_keys)
+                _prefetch(k_pool, v_pool, slot, column, slot_stride, later < num_keys + next_keys)
             block = (start + at).to(tl.int64) * slot_stride + column + in_block * slot_stride + dims
             some_k, some_v = tl.load(k_pool + block), tl.load(v_pool + block)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")  # [block_rows, block_keys]
-            peak, total, mixed = _with_more(peak, total, mixed, scores, some_v, log2_scale)
+            m_i, l_i, acc = _with_more(m_i, l_i, acc, scores, some_v, log2_scale)
         for at in range(whole, num_keys, tail_keys):
             seen = at + in_tail < num_keys
             block = (start + at).to(tl.int64) * slot_stride + column + in_tail * slot_stride + dims
@@ -156,16 +157,16 @@ def _attend_runs(
             some_v = tl.load(v_pool + block, mask=seen, other=0.0)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")
             scores = tl.where(seen.T, scores, float("-inf"))
-            peak, total, mixed = _with_more(peak, total, mixed, scores, some_v, log2_scale)
-        place = ((first_row * group + row).to(tl.int64) * num_kv) + head
-        tl.store(lse + place, peak + tl.log2(total), mask=here)
-        mixed /= total[:, None]
-        tl.store(out + place[:, None] * dim + dims, mixed.to(out.dtype.element_ty), mask=here[:, None])
+            m_i, l_i, acc = _with_more(m_i, l_i, acc, scores, some_v, log2_scale)
+        place = ((first_row * gqa_ratio + row).to(tl.int64) * num_kv) + head
+        tl.store(lse + place, m_i + tl.log2(l_i), mask=here)
+        acc /= l_i[:, None]
+        tl.store(out + place[:, None] * dim + dims, acc.to(out.dtype.element_ty), mask=here[:, None])
         index += 1
 
 
 @triton.jit
-def _ask(
+def _prefetch(
     k_pool: tl.tensor, v_pool: tl.tensor, slot: tl.tensor, column: tl.tensor, stride: tl.constexpr, wanted: tl.tensor
 ) -> None:
     """Have a line of a slot's keys and one of its values fetched into the L2 cache, if wanted: threads 0 and 1 do."""
@@ -192,16 +193,16 @@ def _ask(
 
 @triton.jit
 def _with_more(
-    peak: tl.tensor,
-    total: tl.tensor,
-    mixed: tl.tensor,
+    m_i: tl.tensor,
+    l_i: tl.tensor,
+    acc: tl.tensor,
     scores: tl.tensor,
     values: tl.tensor,
     log2_scale: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The state with more keys, whose unscaled scores [rows, keys] and values [keys, dim] these are."""
-    higher = tl.maximum(peak, tl.max(scores, axis=1) * log2_scale)
-    kept, weights = tl.exp2(peak - higher), tl.exp2(scores * log2_scale - higher[:, None])
-    total = total * kept + tl.sum(weights, axis=1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * kept[:, None], input_precision="ieee")
-    return higher, total, mixed
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * log2_scale)
+    kept, weights = tl.exp2(m_i - m_new), tl.exp2(scores * log2_scale - m_new[:, None])
+    l_i = l_i * kept + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(values.dtype), values, acc * kept[:, None], input_precision="ieee")
+    return m_new, l_i, acc

@@ -19,10 +19,12 @@ from p99lab.engine.backends import make_runner
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost, device_costs
 from p99lab.engine.device_memory import allocate_pool, open_device, pool_pages, require_reserved
-from p99lab.engine.events import Completion, NoText, OutputText, TokenEvent
+from p99lab.engine.events import Completion, TokenEvent
 from p99lab.engine.interrupts import uninterrupted
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model_store import load
+from p99lab.engine.output_text import NoText, OutputText
+from p99lab.engine.outputs import LiveRequests, OnEvent, Outbox
 from p99lab.engine.pipeline import Pipeline
 from p99lab.engine.prompts import Prompt as Prompt
 from p99lab.engine.prompts import check_limits, encode
@@ -32,7 +34,6 @@ from p99lab.engine.runner import Runner
 from p99lab.engine.scheduler import Scheduler
 from p99lab.engine.stats import EngineStats
 from p99lab.engine.stepping import StepLoop
-from p99lab.engine.telling import LiveRequests, OnEvent, Outbox
 from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError
 
@@ -116,13 +117,29 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to compute or to tell."""
+        """Whether `step` has something to compute or to return."""
         return self.has_requests or self._outbox.has_unclaimed
 
     @property
     def has_requests(self) -> bool:
         """Whether `advance` has something to compute or to take in."""
         return bool(self._requests) or self._pipeline.has_steps
+
+    @property
+    def failure(self) -> EngineFailedError | EngineClosedError | None:
+        """What every call but `stats` raises; None while the engine can be used. Never waits for a step.
+
+        EngineFailedError: a step has failed; the error's note is the step's traceback. EngineClosedError: the engine is
+        closed, or belongs to the process that this one was forked from.
+        """
+        if os.getpid() != self._pid:
+            return EngineClosedError("an engine does not survive a fork: make one in this process")
+        if self._failure is not None:
+            reason = "".join(self._failure.format_exception_only()).splitlines()[0]
+            error = EngineFailedError(f"a step of this engine has failed, make a new one ({reason})")
+            error.add_note("".join(self._failure.format()))
+            return error
+        return EngineClosedError("the engine is closed") if self._closed or self._runner is None else None
 
     def encode(self, prompt: Prompt) -> IntArray:
         """Token ids of a prompt, [num_prompt_tokens] int32.
@@ -194,7 +211,7 @@ class Engine:
             try:
                 with uninterrupted():
                     runner = self._usable_runner()
-                    with self._vouched():
+                    with self._fail_on_error():
                         self._pipeline.advance(runner.launch)
             finally:
                 self._deliver()
@@ -325,7 +342,7 @@ class Engine:
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
-        """Have `listener` called after every step, cancellation, reconfiguration and end, when `on_event` was told all.
+        """Have `listener` called after every step, cancellation, reconfiguration and end, behind its events.
 
         It is called in the thread that has done it, must not raise, and must not wait for another that uses the engine.
         """
@@ -378,7 +395,7 @@ class Engine:
         """
         with self._lock, uninterrupted():
             runner = self._usable_runner()
-            self._settle()  # what this tells may bring new requests
+            self._settle()  # callbacks may bring new requests
             if self._requests:
                 raise RuntimeError("an engine can only be reconfigured when it has no requests")
             config = changed(self.config, scheduler, grouping, prefix_cache, attention, graphs)
@@ -399,31 +416,25 @@ class Engine:
         """The runner of an engine that can still be used.
 
         Raises:
-            EngineFailedError: a step has failed; the error's note is the step's traceback.
-            EngineClosedError: the engine is closed, or belongs to the process that this one was forked from.
+            EngineFailedError, EngineClosedError: it cannot, see `failure`.
         """
-        if os.getpid() != self._pid:
-            raise EngineClosedError("an engine does not survive a fork: make one in this process")
-        if self._failure is not None:
-            reason = "".join(self._failure.format_exception_only()).splitlines()[0]
-            error = EngineFailedError(f"a step of this engine has failed, make a new one ({reason})")
-            error.add_note("".join(self._failure.format()))
-            raise error
-        if self._closed or self._runner is None:
-            raise EngineClosedError("the engine is closed")
-        return self._runner
+        runner = self._runner  # read first: by the time it is gone there is a failure
+        if (failure := self.failure) is not None:
+            raise failure
+        assert runner is not None
+        return runner
 
     def _settle(self) -> None:
         """Take in what is in flight, so that requests that have ended hold no pages."""
         while self._pipeline.has_steps:
             try:
-                with uninterrupted(), self._vouched():
+                with uninterrupted(), self._fail_on_error():
                     self._pipeline.take_in()
             finally:
                 self._deliver()
 
     @contextmanager
-    def _vouched(self) -> Iterator[None]:
+    def _fail_on_error(self) -> Iterator[None]:
         """Whatever raises in here leaves accounts that nobody can vouch for."""
         try:
             yield

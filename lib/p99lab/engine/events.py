@@ -1,9 +1,8 @@
-"""What an engine tells its callers: tokens as they come, and a request's bill at its end."""
+"""What an engine emits: tokens as they come, and a request's usage at its end."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from p99lab.engine.plan import Logprobs
 from p99lab.engine.request import FinishReason, Timeline
@@ -60,55 +59,3 @@ class Completion:
             self.prompt_logprobs = event.prompt_logprobs
         if event.finish_reason is not None:
             self.finish_reason, self.usage = event.finish_reason, event.usage
-
-
-class Detokenizer(Protocol):
-    """Turns a request's tokens into text one at a time, never half a character."""
-
-    def push(self, token_id: int) -> str: ...
-
-    def flush(self) -> str:
-        """What is left of an incomplete character at the end."""
-        ...
-
-
-class OutputText:
-    """A request's text as it grows, cut before the first stop string, which may span tokens."""
-
-    def __init__(self, detokenizer: Detokenizer, stop: tuple[str, ...]) -> None:
-        self._detokenizer = detokenizer
-        self._stop = stop
-        self._held = ""  # could still become a stop string
-        self.stopped = False
-
-    def push(self, token_id: int) -> str:
-        """The text that is certain now. Sets `stopped` where a stop string is complete; nothing follows it."""
-        self._held += self._detokenizer.push(token_id)
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
-            self.stopped = True
-            certain, self._held = self._held[: min(found)], ""
-            return certain
-        num_certain = len(self._held) - max((self._overlap(stop) for stop in self._stop), default=0)
-        certain, self._held = self._held[:num_certain], self._held[num_certain:]
-        return certain
-
-    def flush(self) -> str:
-        """The rest, once no token follows."""
-        return "" if self.stopped else self._held + self._detokenizer.flush()
-
-    def _overlap(self, stop: str) -> int:
-        """Length of the longest beginning of `stop` that the held text ends with."""
-        return next(n for n in range(len(stop) - 1, -1, -1) if self._held.endswith(stop[:n]))
-
-
-class NoText:
-    """The text of a request whose tokens somebody else turns into text."""
-
-    stopped = False
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""

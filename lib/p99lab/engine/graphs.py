@@ -17,22 +17,23 @@ import numpy as np
 import torch
 
 from p99lab.engine.attention.base import GraphAttention, GraphShape
+from p99lab.engine.attention.spans import max_partials
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import StepPlan
+from p99lab.engine.plan import StepPath, StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.staging import ALIGNMENT, upload
 
 ROOM_PER_TOKEN = 8  # partial results of spans
 MORE_ROOM = 64  # so that a single token may have its prefix in 64 segments
-RUNS_PER_TOKEN = 2  # a shared one and, where pages do not lie together, more private ones
-MORE_RUNS = 16
+DECODE_SPANS_PER_TOKEN = 2  # a shared one and, where pages do not lie together, more private ones
+MORE_DECODE_SPANS = 16
 SMALL_STEPS = (1, 2, 4)  # tokens; then every multiple of 8
 MIXED_STEP = 32  # between captured sizes of steps that have prompts in them
 EMPTY_STEP = StepPlan(0, ())
 
 
 def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
-    """The steps to capture: a few one-token rows a run, smallest first; then any rows, also prompts, smallest first."""
+    """The steps to capture: one-token rows that share with a few; then any rows, also prompts. Smallest first each."""
     most = min(max_num_seqs, max_num_tokens)
     decode = sorted({*(n for n in SMALL_STEPS if n < most), *range(8, most, 8), most})
     mixed = range(2 * MIXED_STEP, max_num_tokens + 1, MIXED_STEP)
@@ -40,9 +41,9 @@ def shapes(max_num_seqs: int, max_num_tokens: int) -> list[GraphShape]:
 
 
 def _shape(num_tokens: int, num_samples: int, mixed: bool) -> GraphShape:
-    num_span_partials = ROOM_PER_TOKEN * num_tokens + MORE_ROOM if mixed else 0
-    num_runs = RUNS_PER_TOKEN * num_tokens + MORE_RUNS
-    return GraphShape(num_tokens, num_span_partials, num_runs, num_runs, num_tokens if mixed else 0, num_samples)
+    num_span_partials = min(ROOM_PER_TOKEN * num_tokens + MORE_ROOM, max_partials(num_tokens)) if mixed else 0
+    num_spans = DECODE_SPANS_PER_TOKEN * num_tokens + MORE_DECODE_SPANS
+    return GraphShape(num_tokens, num_span_partials, num_spans, num_spans, num_tokens if mixed else 0, num_samples)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +87,19 @@ class StepGraphs:
         """What attends in the captured steps."""
         return self._attention
 
-    def prepare(self, plan: StepPlan, inputs: Sequence[IntArray], samples: IntArray) -> Captured | None:
-        """Send a step's lists and inputs to the buffers of a graph; None, and nothing sent: no graph has its shape.
+    def prepare(self, plan: StepPlan, inputs: Sequence[IntArray], samples: IntArray) -> Captured | StepPath:
+        """Plan a step, and send its lists and inputs to the buffers of a graph that has room for it.
+
+        Where none has, it is planned to run eagerly, and no inputs are sent: see `GraphAttention.plan_graph`.
 
         Args:
             inputs: token ids, positions and sources, see `resolved`; [T] int32 each.
             samples: [R], tokens whose logits are wanted.
         """
         fitting = [one for one in self._captured if one.fits(plan.num_tokens, len(samples))]
-        if not fitting:  # a step of many tokens: planning it takes milliseconds, once is enough
-            return None
         chosen = self._attention.plan_graph(plan, [(one.shape, one.lists) for one in fitting])
-        if chosen is None:
-            return None
+        if isinstance(chosen, StepPath):
+            return chosen
         captured = fitting[chosen]
         upload(_padded(inputs, samples, captured.shape), captured.inputs.device, captured.inputs)
         return captured

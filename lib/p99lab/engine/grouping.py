@@ -20,7 +20,7 @@ from p99lab.engine.request import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
+class TrieNode:
     """Rows `order[first:last]`, at least two, which share exactly their first `num_pages` shareable pages."""
 
     first: int
@@ -34,48 +34,48 @@ def arrange(
     """An order of `rows` (their indices) in which the rows of every group are neighbours, and the groups in that order.
 
     Groups are of at least two rows and `min_shared_tokens` tokens each; see `PrefixGroup` for what holds of them. Only
-    pages computed entirely before the step are shared. A level of the trie that is too short, or that `costs` say is
+    pages computed entirely before the step are shared. A node of the trie that is too short, or that `costs` say is
     read faster by whoever comes below it, is not given up where rows share more there: its pages then belong to the
     groups below, each of which reads them once. With `costs` the groups are never predicted slower than none at all.
     """
-    order, levels = trie([row.page_table[: row.num_computed_tokens // page_size] for row in rows])
+    order, nodes = trie([row.page_table[: row.num_computed_tokens // page_size] for row in rows])
     rows = [rows[i] for i in order]
-    readers = _readers(levels, [len(row.token_ids) for row in rows]) if costs is not None else []
+    readers = _readers(nodes, [len(row.token_ids) for row in rows]) if costs is not None else []
     groups = []
-    above: list[tuple[int, int]] = []  # of the levels around the next one: where it ends, and pages spoken for
-    for index, level in enumerate(levels):
-        while above and above[-1][0] <= level.first:
+    above: list[tuple[int, int]] = []  # of the nodes around the next one: where it ends, and pages spoken for
+    for index, node in enumerate(nodes):
+        while above and above[-1][0] <= node.first:
             above.pop()
         start = above[-1][1] if above else 0
-        num_keys = (level.num_pages - start) * page_size
+        num_keys = (node.num_pages - start) * page_size
         if num_keys >= min_shared_tokens and (costs is None or costs.group_pays(num_keys, readers[index])):
-            groups.append(PrefixGroup(tuple(range(level.first, level.last)), start, level.num_pages - start))
-            start = level.num_pages
-        above.append((level.last, start))
+            groups.append(PrefixGroup(tuple(range(node.first, node.last)), start, node.num_pages - start))
+            start = node.num_pages
+        above.append((node.last, start))
     if costs is not None and costs.attention_of_s(rows, groups) > costs.attention_of_s(rows, ()):
         groups = []
     return order, tuple(groups)
 
 
-def _readers(levels: Sequence[Level], num_tokens: Sequence[int]) -> list[list[int]]:
-    """Who would read each level's pages if it were no group: the levels and rows directly below, as their tokens."""
+def _readers(nodes: Sequence[TrieNode], num_tokens: Sequence[int]) -> list[list[int]]:
+    """Who would read each node's pages if it were no group: the nodes and rows directly below, as their tokens."""
     until = [0, *accumulate(num_tokens)]
     deepest = [0] * len(num_tokens)
-    readers: list[list[int]] = [[] for _ in levels]
-    for index, level in enumerate(levels):
+    readers: list[list[int]] = [[] for _ in nodes]
+    for index, node in enumerate(nodes):
         if index:
-            readers[deepest[level.first]].append(until[level.last] - until[level.first])
-        deepest[level.first : level.last] = [index] * (level.last - level.first)
-    if levels:
+            readers[deepest[node.first]].append(until[node.last] - until[node.first])
+        deepest[node.first : node.last] = [index] * (node.last - node.first)
+    if nodes:
         for index, size in zip(deepest, num_tokens, strict=True):
             readers[index].append(size)
     return readers
 
 
-def trie(tables: Sequence[IntArray]) -> tuple[list[int], list[Level]]:
+def trie(tables: Sequence[IntArray]) -> tuple[list[int], list[TrieNode]]:
     """The tables' indices in the order of a walk through their trie; its inner nodes, each before those below it."""
     order: list[int] = []
-    levels: list[Level] = []
+    nodes: list[TrieNode] = []
     stack = [(list(range(len(tables))), 0)]  # tables that agree on so many pages at least; the next one last
     while stack:
         members, num_known = stack.pop()
@@ -84,10 +84,10 @@ def trie(tables: Sequence[IntArray]) -> tuple[list[int], list[Level]]:
             continue
         num_pages = _num_common(tables, members, num_known)
         ended = [i for i in members if len(tables[i]) == num_pages]
-        levels.append(Level(len(order), len(order) + len(members), num_pages))
+        nodes.append(TrieNode(len(order), len(order) + len(members), num_pages))
         order += ended
         stack += [(part, num_pages) for part in _parts(tables, members, num_pages)]
-    return order, levels
+    return order, nodes
 
 
 def _num_common(tables: Sequence[IntArray], members: Sequence[int], num_known: int) -> int:

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+from p99lab.engine.outputs import LiveRequests
 from p99lab.engine.plan import InFlight, StepPlan
 from p99lab.engine.scheduler import Scheduler
 from p99lab.engine.stats import StepTimes
-from p99lab.engine.telling import LiveRequests
 from p99lab.engine.timekeeping import book_launch, book_step
 
 Launch = Callable[[StepPlan], InFlight]
 
 
 @dataclass(frozen=True, slots=True)
-class Underway:
-    """A step in flight."""
+class LaunchedStep:
+    """A step in flight: its plan, what runs it, and since when."""
 
     plan: StepPlan
     step: InFlight
@@ -31,7 +31,7 @@ class Pipeline:
     What `advance` and `take_in` raise leaves accounts that nobody can vouch for; then only `abandon` is of use.
 
     Args:
-        requests: are told what the steps have sampled.
+        requests: emit what the steps have sampled.
         overlap: whether a step is launched while the one before it runs.
         clock: seconds.
     """
@@ -42,7 +42,7 @@ class Pipeline:
         self._requests = requests
         self._overlap = overlap
         self._clock = clock
-        self._in_flight: deque[Underway] = deque()  # oldest first; between two calls at most one
+        self._in_flight: deque[LaunchedStep] = deque()  # oldest first; between two calls at most one
 
     @property
     def has_steps(self) -> bool:
@@ -61,26 +61,26 @@ class Pipeline:
             self.take_in()
 
     def take_in(self) -> None:
-        """Wait for the oldest step in flight, and tell what it has sampled."""
+        """Wait for the oldest step in flight, and emit what it has sampled."""
         oldest = self._in_flight[0]
         began_s = self._clock()
         result = oldest.step.result()
         ended_s = self._clock()
         self._in_flight.popleft()
-        next_admitted = self.scheduler.turn.admitted if self._in_flight else ()
+        next_admitted = self.scheduler.outcome.admitted if self._in_flight else ()
         book_step(self.scheduler.running, oldest.plan, next_admitted, ended_s)
-        for change in self.scheduler.update(result):
-            self._requests.tell(change, self.scheduler.finish)
+        for sampled in self.scheduler.update(result):
+            self._requests.emit(sampled, self.scheduler.finish)
         self.step_times.add(oldest.plan.num_tokens, oldest.launched_s, ended_s)
-        self.step_times.device_s += result.device_s or 0.0
+        self.step_times.add_result(oldest.plan, result)
         self.step_times.wait_s += ended_s - began_s
         self.step_times.update_s += self._clock() - ended_s
 
     def abandon(self) -> None:
         """Forget the steps in flight, once they touch no memory any more."""
-        for underway in self._in_flight:
+        for launched in self._in_flight:
             with suppress(Exception):  # a device that has failed says so again
-                underway.step.abandon()
+                launched.step.abandon()
         self._in_flight.clear()
 
     def _launch(self, launch: Launch) -> bool:
@@ -92,7 +92,7 @@ class Pipeline:
         if plan is None:
             return False
         if not self._in_flight:
-            book_launch(self.scheduler.turn, planned_s)
-        self._in_flight.append(Underway(plan, launch(plan), planned_s))
+            book_launch(self.scheduler.outcome, planned_s)
+        self._in_flight.append(LaunchedStep(plan, launch(plan), planned_s))
         self.step_times.launch_s += self._clock() - planned_s
         return True

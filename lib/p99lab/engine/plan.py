@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -73,6 +74,20 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(len(row.token_ids) for row in self.rows)
 
+    @property
+    def num_shared_tokens(self) -> int:
+        """Tokens of rows that are in a prefix group."""
+        return sum(len(self.rows[i].token_ids) for i in {i for group in self.groups for i in group.rows})
+
+
+class StepPath(enum.Enum):
+    """How a step ran. `FALLBACK`: eagerly, by slower kernels that read a shared prefix for each row anew, because its
+    pages lie in too many pieces for the others."""
+
+    GRAPH = "graph"
+    EAGER = "eager"
+    FALLBACK = "fallback"
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -80,6 +95,7 @@ class StepResult:
 
     `prompt_logprobs[i]`: one for each of row i's `target_ids`; rows without any are left out.
     `device_s`: from the step's beginning on the device to its end; None where the host computes.
+    `num_padded_tokens`: what a graph computed beyond the step's own tokens.
     """
 
     epoch: int
@@ -87,6 +103,8 @@ class StepResult:
     logprobs: tuple[Logprobs | None, ...]
     prompt_logprobs: Mapping[int, tuple[Logprobs, ...]] = field(default_factory=dict)
     device_s: float | None = None
+    path: StepPath = StepPath.EAGER
+    num_padded_tokens: int = 0
 
 
 class InFlight(Protocol):

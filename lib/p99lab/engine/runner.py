@@ -12,10 +12,10 @@ import torch
 
 from p99lab.engine.attention.base import AttentionBackend
 from p99lab.engine.config import AttentionConfig, GraphsConfig
-from p99lab.engine.graphs import StepGraphs, resolved
+from p99lab.engine.graphs import Captured, StepGraphs, resolved
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
-from p99lab.engine.plan import InFlight, Logprobs, Row, StepPlan, StepResult
+from p99lab.engine.plan import InFlight, Logprobs, Row, StepPath, StepPlan, StepResult
 from p99lab.engine.request import IntArray
 from p99lab.engine.sampler import Scores, choose, score, score_rows
 from p99lab.engine.staging import upload
@@ -49,9 +49,10 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpan:
-    """Two points in a CUDA stream: where a step begins to compute, and where all that the host wants of it is copied.
+    """Two points in a CUDA stream: where a step begins, and where all that the host wants of it is copied.
 
-    Before the first, the stream has copied pages and brought lists and inputs, which counts as idle.
+    It begins with moving and copying pages, or where it has none with computing: that lists and inputs are brought
+    before counts as idle.
     """
 
     began: torch.cuda.Event
@@ -78,9 +79,11 @@ class Launched:
     plan: StepPlan
     sampling: Sequence[int]  # rows
     chosen: torch.Tensor  # one token id for each of these
-    scores: Mapping[int, Scores]  # by place among these
+    scores: Sequence[tuple[Sequence[int], Scores]]  # of some of these each, by their places
     prompt_scores: Mapping[int, Sequence[Scores]]  # by row
     span: DeviceSpan | None
+    path: StepPath
+    num_padded_tokens: int
 
     def result(self) -> StepResult:
         self.abandon()
@@ -88,13 +91,15 @@ class Launched:
         logprobs: list[Logprobs | None] = [None] * len(self.plan.rows)
         for row, token_id in zip(self.sampling, self.chosen.tolist(), strict=True):
             token_ids[row] = token_id
-        for place, scores in self.scores.items():
-            (logprobs[self.sampling[place]],) = scores.as_logprobs()
+        for places, scores in self.scores:
+            for place, one in zip(places, scores.as_logprobs(), strict=True):
+                logprobs[self.sampling[place]] = one
         prompt = {
             row: tuple(one for part in parts for one in part.as_logprobs()) for row, parts in self.prompt_scores.items()
         }
         device_s = None if self.span is None else self.span.seconds()
-        return StepResult(self.plan.epoch, tuple(token_ids), tuple(logprobs), prompt, device_s)
+        how = (device_s, self.path, self.num_padded_tokens)
+        return StepResult(self.plan.epoch, tuple(token_ids), tuple(logprobs), prompt, *how)
 
     def abandon(self) -> None:
         if self.span is not None:
@@ -161,29 +166,36 @@ class ModelRunner:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, plan: StepPlan) -> Launched:
+        span = DeviceSpan.begin(self._device) if plan.moves or plan.copies else None
         self._pool.move_pages(plan.moves)
         self._pool.copy_pages(plan.copies)
         inputs = _inputs(plan)
         sampling = [i for i, row in enumerate(plan.rows) if row.samples]
         ends = np.cumsum([row.num_scheduled_tokens for row in plan.rows], dtype=np.int32)
         samples = ends[sampling] - 1
-        wants_hidden = any(row.target_ids is not None for row in plan.rows)
-        captured = None if self._graphs is None or wants_hidden else self._graphs.prepare(plan, inputs, samples)
+        prepared = self._prepare(plan, inputs, samples)
         prompt_scores: dict[int, list[Scores]] = {}
-        if captured is not None:
-            span = DeviceSpan.begin(self._device)
-            logits = captured.replay(len(samples))
+        if isinstance(prepared, Captured):
+            span = span or DeviceSpan.begin(self._device)
+            logits = prepared.replay(len(samples))
+            path, num_padded_tokens = StepPath.GRAPH, prepared.shape.num_tokens - plan.num_tokens
         else:
-            self._attention.plan(plan)
+            path, num_padded_tokens = prepared, 0
             on_device = upload(inputs, self._device)
-            span = DeviceSpan.begin(self._device)
+            span = span or DeviceSpan.begin(self._device)
             hidden = self._forward(*on_device)
             logits = self._logits(hidden, samples)
             prompt_scores = self._score_prompts(plan, hidden)
         chosen, scores = self._sample(logits, [plan.rows[i] for i in sampling], sampling)
         if span is not None:
             span.ended.record()
-        return Launched(plan, sampling, chosen, scores, prompt_scores, span)
+        return Launched(plan, sampling, chosen, scores, prompt_scores, span, path, num_padded_tokens)
+
+    def _prepare(self, plan: StepPlan, inputs: Sequence[IntArray], samples: IntArray) -> Captured | StepPath:
+        """See `StepGraphs.prepare`. Graphs leave no hidden states, which scores of prompts are computed from."""
+        if self._graphs is None or any(row.target_ids is not None for row in plan.rows):
+            return self._attention.plan(plan)
+        return self._graphs.prepare(plan, inputs, samples)
 
     def _wait(self) -> None:
         """Until the device runs nothing: what of a step was launched before it failed."""
@@ -200,16 +212,16 @@ class ModelRunner:
 
     def _sample(
         self, logits: torch.Tensor, rows: Sequence[Row], places: Sequence[int]
-    ) -> tuple[torch.Tensor, dict[int, Scores]]:
+    ) -> tuple[torch.Tensor, list[tuple[list[int], Scores]]]:
         """Choose, remember for rows that follow, and send to the host: token ids [R], and scores where asked for."""
         if not rows:
-            return torch.empty(0, dtype=torch.int64), {}
+            return torch.empty(0, dtype=torch.int64), []
         chosen = choose(logits, rows, self._seed)
         if len(places) == places[-1] + 1:
             self._sampled[: len(places)] = chosen
         else:
             self._sampled[self._index(np.array(places, np.int32))] = chosen
-        scores = {place: scored.to_host() for place, scored in score_rows(logits, rows, chosen).items()}
+        scores = [(places, scored.to_host()) for places, scored in score_rows(logits, rows, chosen)]
         return chosen.to("cpu", non_blocking=True), scores
 
     def _score_prompts(self, plan: StepPlan, hidden: torch.Tensor) -> dict[int, list[Scores]]:

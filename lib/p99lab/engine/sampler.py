@@ -1,7 +1,8 @@
 """From logits to tokens.
 
 The random number a request uses depends on its seed and position alone; its logits may differ in the last bits with the
-batch.
+batch. Which token it falls on depends on the order of the tokens: that of their ids, or from the most probable one on
+where a request truncates the distribution.
 """
 
 from __future__ import annotations
@@ -22,19 +23,24 @@ MIN_TEMPERATURE = 1e-6  # logits divided by less overflow
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Log-probabilities of R positions, on the device or, from `to_host` on, on their way to the host."""
+    """Log-probabilities of R positions, on the device or, from `to_host` on, on their way to the host.
 
-    chosen: torch.Tensor  # [R]
-    values: torch.Tensor  # [R, num_top]
-    token_ids: torch.Tensor  # [R, num_top]
+    One tensor, so that they are one copy: [R, 1 + 2 * num_top] float32, the log-probability of the token that stands
+    there, those of the most probable ones, and the bits of these ones' ids as int32.
+    """
+
+    packed: torch.Tensor
 
     def to_host(self) -> Scores:
         """A copy that the host does not wait for: to be read once the stream has come past this point."""
-        return Scores(*(tensor.to("cpu", non_blocking=True) for tensor in (self.chosen, self.values, self.token_ids)))
+        return Scores(self.packed.to("cpu", non_blocking=True))
 
     def as_logprobs(self) -> list[Logprobs]:
-        columns = (self.chosen.tolist(), self.token_ids.tolist(), self.values.tolist())
-        return [Logprobs(own, tuple(zip(ids, values, strict=True))) for own, ids, values in zip(*columns, strict=True)]
+        num_top = self.packed.shape[1] // 2
+        own, values = self.packed[:, 0].tolist(), self.packed[:, 1 : 1 + num_top].tolist()
+        ids = self.packed[:, 1 + num_top :].contiguous().view(torch.int32).tolist()
+        rows = zip(own, ids, values, strict=True)
+        return [Logprobs(one, tuple(zip(some_ids, some, strict=True))) for one, some_ids, some in rows]
 
 
 def choose(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch.Tensor:
@@ -47,9 +53,13 @@ def choose(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torc
     """
     chosen = logits.argmax(-1)
     random = [i for i, row in enumerate(rows) if row.sampling.temperature > 0.0]
-    if random:
-        index = _on_device(np.array(random), logits.device)
-        chosen[index] = _draw(logits[index], [rows[i] for i in random], default_seed)
+    for draw, some in (
+        (_draw, [i for i in random if not _is_truncated(rows[i].sampling)]),
+        (_draw_truncated, [i for i in random if _is_truncated(rows[i].sampling)]),
+    ):
+        if some:
+            index = _on_device(np.array(some), logits.device)
+            chosen[index] = draw(logits[index], [rows[i] for i in some], default_seed)
     return chosen
 
 
@@ -64,20 +74,48 @@ def score(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> Scores
     """
     logprobs = logits.log_softmax(-1)
     values, ids = logprobs.topk(num_top)
-    return Scores(logprobs.gather(-1, token_ids[:, None])[:, 0], values, ids)
+    return Scores(torch.cat((logprobs.gather(-1, token_ids[:, None]), values, ids.int().view(torch.float32)), 1))
 
 
-def score_rows(logits: torch.Tensor, rows: Sequence[Row], chosen: torch.Tensor) -> dict[int, Scores]:
-    """`score` of what was chosen, one row each, for the rows that ask for it."""
-    return {
-        i: score(logits[i : i + 1], chosen[i : i + 1], row.sampling.logprobs)
-        for i, row in enumerate(rows)
-        if row.sampling.logprobs is not None
-    }
+def score_rows(logits: torch.Tensor, rows: Sequence[Row], chosen: torch.Tensor) -> list[tuple[list[int], Scores]]:
+    """`score` of what was chosen for the rows that ask for it, all together that ask for the same `num_top`.
+
+    Returns:
+        Rows, by their places, and the scores of these.
+    """
+    by_num_top: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.sampling.logprobs is not None:
+            by_num_top.setdefault(row.sampling.logprobs, []).append(i)
+    scored = []
+    for num_top, some in by_num_top.items():
+        index = _on_device(np.array(some), logits.device)
+        scored.append((some, score(logits[index], chosen[index], num_top)))
+    return scored
+
+
+def _is_truncated(sampling: SamplingParams) -> bool:
+    return sampling.top_k > 0 or sampling.top_p < 1.0 or sampling.min_p > 0.0
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch.Tensor:
-    """Invert the truncated, tempered distribution at one uniform number a row. Returns [R] int64."""
+    """Invert the tempered distribution at one uniform number a row, tokens in the order of their ids: no sorting.
+
+    Returns [R] int64.
+    """
+    temperature = _columns([row.sampling for row in rows], logits.device)["temperature"]
+    cumulative = (logits / temperature).softmax(-1).cumsum(-1)
+    total = cumulative[:, -1:].contiguous()
+    drawn = torch.searchsorted(cumulative, _uniforms(rows, default_seed, logits.device) * total, right=True)
+    last = torch.searchsorted(cumulative, total)  # that has a probability
+    return torch.minimum(drawn, last)[:, 0]
+
+
+def _draw_truncated(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch.Tensor:
+    """Invert the truncated, tempered distribution at one uniform number a row, the most probable tokens first.
+
+    Returns [R] int64.
+    """
     column = _columns([row.sampling for row in rows], logits.device)
     ordered, token_ids = (logits / column["temperature"]).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
@@ -86,8 +124,8 @@ def _draw(logits: torch.Tensor, rows: Sequence[Row], default_seed: int) -> torch
     keep = (probs > 0.0) & (before < column["top_p"]) & (probs >= column["min_p"] * probs[:, :1])
     keep[:, 0] = True
     cumulative = (probs * keep).cumsum(-1)
-    uniform = _on_device(np.array([[_uniform(row, default_seed)] for row in rows], np.float32), logits.device)
-    rank_drawn = torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True)
+    uniforms = _uniforms(rows, default_seed, logits.device)
+    rank_drawn = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
     last_kept = keep.sum(-1, keepdim=True) - 1  # kept tokens are a prefix of the order
     return token_ids.gather(-1, torch.minimum(rank_drawn, last_kept))[:, 0]
 
@@ -107,6 +145,11 @@ def _on_device(array: NDArray[Any], device: torch.device) -> torch.Tensor:
     """A copy that nobody waits for."""
     tensor = torch.from_numpy(array.astype(np.float32) if array.dtype == np.float64 else array)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _uniforms(rows: Sequence[Row], default_seed: int, device: torch.device) -> torch.Tensor:
+    """One number a row, [R, 1]."""
+    return _on_device(np.array([[_uniform(row, default_seed)] for row in rows], np.float32), device)
 
 
 def _uniform(row: Row, default_seed: int) -> float:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from p99lab.caches.prefix_tree import Grant, PrefixTree
+from p99lab.engine.accounts import PlannedStep, check_accounts
 from p99lab.engine.admission import Admission
-from p99lab.engine.composition import Chunked, Composition, ScheduledTokens, StepBound, Stock, remaining
+from p99lab.engine.composition import ScheduledTokens, compose, remaining
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.costs import StepCost
 from p99lab.engine.grouping import arrange
 from p99lab.engine.plan import PrefixGroup, Row, StepPlan, StepResult
 from p99lab.engine.policy import POLICIES, URGENCIES
-from p99lab.engine.request import FinishReason, IntArray, Logprobs, Request, Status
+from p99lab.engine.request import FinishReason, Logprobs, Request, Status
+from p99lab.engine.scheduler_output import Counters, SampledToken, ScheduleOutcome
 from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
 MAX_IN_FLIGHT = 2  # one step runs, one is queued behind it
@@ -34,46 +35,6 @@ NUM_PROTECTED = 4  # waiting requests whose cached prefix is evicted last; match
 
 class RequestTooLargeError(BadParameterError):
     """A request that needs more pages than the pool has, even alone."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """What was done for the latest plan. `running` hold pages while its step runs, scheduled or not."""
-
-    running: tuple[Request, ...] = ()
-    admitted: tuple[Request, ...] = ()
-    preempted: tuple[Request, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A token that a step has sampled for a request, which may have ended with it (`request.finish_reason`)."""
-
-    request: Request
-    token_id: int
-    logprobs: Logprobs | None
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step in flight, the requests of its rows, and what is given back when it has ended."""
-
-    plan: StepPlan
-    requests: tuple[Request, ...]
-    leaving: list[Request] = field(default_factory=list)  # have ended, and still hold their pages
-    replaced: list[IntArray] = field(default_factory=list)  # pages that no page table holds any more
-
-
-@dataclass(slots=True)
-class Counters:
-    """Since the start. Queries count each request that may read the cache once, at its first admission."""
-
-    num_queries: int = 0
-    num_hits: int = 0  # queries that found at least one token
-    num_queried_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_preemptions: int = 0
-    num_page_waits: int = 0  # admissions that had to wait for pages, however long
 
 
 class Scheduler:
@@ -94,7 +55,7 @@ class Scheduler:
     ) -> None:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self.turn = Turn()
+        self.outcome = ScheduleOutcome()
         self.counters = Counters()
         self.tree = tree
         self._max_num_seqs = config.max_num_seqs
@@ -105,12 +66,12 @@ class Scheduler:
         self._grouping_costs = costs if grouping.decide_by == "cost" else None
         urgency = URGENCIES[config.policy]
         self._admission = Admission(tree, config.max_hold_s, grouping.min_shared_tokens, urgency)
-        self._composition = self._compose(config, costs)
+        self._composition = compose(config, costs, self._step_time_s)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._short_of_pages: set[str] = set()  # waiting requests to which pages were refused
         self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
-        self._in_flight: deque[Flight] = deque()  # oldest first
+        self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._epoch = 0
 
     @property
@@ -166,7 +127,7 @@ class Scheduler:
             self._sort(self.running, now)
         shares = self._composition.shares(self.running)
         if shares:
-            self.turn = Turn(tuple(self.running), tuple(admitted), tuple(preempted))
+            self.outcome = ScheduleOutcome(tuple(self.running), tuple(admitted), tuple(preempted))
             return self._plan(shares, admitted, grants)
         if admitted:
             raise AccountingError("requests were let in, and the step computes nothing")
@@ -174,14 +135,14 @@ class Scheduler:
             raise AccountingError("an idle pool cannot hold the next request")
         return None
 
-    def update(self, result: StepResult) -> list[Change]:
-        """Take in what the oldest step in flight computed. Returns one change for each token that counts."""
+    def update(self, result: StepResult) -> list[SampledToken]:
+        """Take in what the oldest step in flight computed. Returns each token that counts."""
         if not self._in_flight or self._in_flight[0].plan.epoch != result.epoch:
             raise AccountingError(f"the result of step {result.epoch} is not that of the oldest in flight")
-        flight = self._in_flight.popleft()
-        changes = []
+        step = self._in_flight.popleft()
+        sampled = []
         for index, (request, row, token_id, logprobs) in enumerate(
-            zip(flight.requests, flight.plan.rows, result.token_ids, result.logprobs, strict=True)
+            zip(step.requests, step.plan.rows, result.token_ids, result.logprobs, strict=True)
         ):
             if (token_id is not None) != row.samples:
                 raise AccountingError(f"'{row.request_id}' sampled {token_id}, planned was {row.samples}")
@@ -191,9 +152,9 @@ class Scheduler:
             self._keep_scores(request, row, result.prompt_logprobs.get(index, ()))
             if token_id is not None:
                 self._append(request, token_id)
-                changes.append(Change(request, token_id, logprobs))
-        self._land(flight)
-        return changes
+                sampled.append(SampledToken(request, token_id, logprobs))
+        self._give_back(step)
+        return sampled
 
     def check(self) -> None:
         """Prove all accounts: pages against tree, page tables and copies, and every request's place and progress.
@@ -201,62 +162,10 @@ class Scheduler:
         Raises:
             AccountingError: anything that does not add up.
         """
-        flights = self._in_flight
-        leaving = [request for flight in flights for request in flight.leaving]
-        tables = [request.pages for request in (*self.running, *leaving)]
-        replaced = [pages for flight in flights for pages in flight.replaced]
-        self.tree.check([*tables, *replaced], [copy for flight in flights for copy in flight.plan.copies])
-        for request in (*self.running, *self.waiting):
-            self._check_request(request)
-        if len(self._requests) != len(self.running) + len(self.waiting):
-            raise AccountingError("a live request neither waits nor runs")
-        if any(request.status is not Status.FINISHED for request in leaving):
-            raise AccountingError("a live request gives its pages back")
-
-    def _check_request(self, request: Request) -> None:
-        is_running = request.status is Status.RUNNING
-        rows = [
-            row
-            for flight in self._in_flight
-            for row, owner in zip(flight.plan.rows, flight.requests, strict=True)
-            if owner is request
-        ]
-        num_computed = request.num_computed_tokens - sum(row.num_scheduled_tokens for row in rows)  # and taken in
-        starts, stops = [row.num_computed_tokens for row in rows], [row.seq_len for row in rows]
-        num_due = min(request.num_tokens + request.num_placeholders, len(request.tokens) - 1)
-        num_slots = request.num_pages * self.tree.pool.page_size
-        for ok, problem in (
-            (self._requests.get(request.request_id) is request, "is not known"),
-            (request.status is not Status.FINISHED, "has finished"),
-            (any(request is other for other in (self.running if is_running else self.waiting)), "is misplaced"),
-            (is_running or request.num_pages == 0, "waits and holds pages"),
-            (is_running or request.num_computed_tokens == 0, "waits and counts computed tokens"),
-            (is_running or not rows, "waits and is in flight"),
-            (num_computed < request.num_tokens, "has nothing to compute"),
-            (num_computed <= request.num_reusable_tokens, "has computed tokens and not scored them"),
-            (request.num_due_tokens == num_due, "is to compute other tokens than are due"),
-            (request.num_computed_tokens <= request.num_due_tokens, "computes tokens that are not due"),
-            (request.num_computed_tokens <= num_slots, "has computed more than its pages hold"),
-            (
-                request.num_placeholders == sum(row.samples for row in rows),
-                "has placeholders that no step in flight fills",
-            ),
-            ([num_computed, *stops] == [*starts, request.num_computed_tokens], "has a gap between its steps"),
-        ):
-            if not ok:
-                raise AccountingError(f"request '{request.request_id}' {problem}")
-
-    def _compose(self, config: SchedulerConfig, costs: StepCost | None) -> Composition:
-        if config.composition == "stock":
-            return Stock(config.max_num_batched_tokens)
-        bound = None
-        if config.max_step_s is not None:
-            if costs is None:
-                raise BadParameterError("max_step_s: this device's step times have not been measured")
-            bound = StepBound(config.max_step_s, costs, lambda shares: self._step_time_s(shares, costs))
-        return Chunked(config.max_num_batched_tokens, bound, URGENCIES[config.policy])
+        check_accounts(self.tree, self._requests, self.waiting, self.running, self._in_flight)
 
     def _step_time_s(self, shares: Iterable[ScheduledTokens], costs: StepCost) -> float:
+        """Predicted, of a step that computes these."""
         rows = [self._row(request, num_tokens) for request, num_tokens in shares]
         order, groups = self._arrange(rows)
         return costs.step_time_s([rows[i] for i in order], groups)
@@ -381,7 +290,7 @@ class Scheduler:
         copies = tuple(grant.copy for grant in grants if grant.copy is not None)
         moves = tuple(grant.moves for grant in grants if grant.moves is not None)
         plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, copies, moves)
-        self._in_flight.append(Flight(plan, tuple(shares[i][0] for i in order)))
+        self._in_flight.append(PlannedStep(plan, tuple(shares[i][0] for i in order)))
         for request, num_tokens in shares:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_due_tokens:
@@ -419,11 +328,11 @@ class Scheduler:
         size = self.tree.pool.page_size
         if row.seq_len // size == row.num_computed_tokens // size:
             return
-        flight = self._last_flight(request)
-        kept = self.tree.insert(request.tokens[: row.seq_len], request.pages, keep_replaced=flight is not None)
+        last_step = self._last_step(request)
+        kept = self.tree.insert(request.tokens[: row.seq_len], request.pages, keep_replaced=last_step is not None)
         own = request.pages[: len(kept)]
-        if flight is not None and (is_replaced := own != kept).any():
-            flight.replaced.append(own[is_replaced])
+        if last_step is not None and (is_replaced := own != kept).any():
+            last_step.replaced.append(own[is_replaced])
         own[:] = kept
 
     def _keep_scores(self, request: Request, row: Row, scores: Sequence[Logprobs]) -> None:
@@ -447,8 +356,8 @@ class Scheduler:
             self.waiting.remove(request)
         else:
             self.running.remove(request)
-            if (flight := self._last_flight(request)) is not None:
-                flight.leaving.append(request)
+            if (last_step := self._last_step(request)) is not None:
+                last_step.leaving.append(request)
             else:
                 self._release(request)
         request.status = Status.FINISHED
@@ -457,17 +366,17 @@ class Scheduler:
         self._once_admitted.discard(request.request_id)
         self._short_of_pages.discard(request.request_id)
 
-    def _last_flight(self, request: Request) -> Flight | None:
+    def _last_step(self, request: Request) -> PlannedStep | None:
         """The step in flight after which nothing touches the request's pages; None where nothing does now."""
-        return next((flight for flight in self._in_flight if flight.plan.epoch == request.last_epoch), None)
+        return next((step for step in self._in_flight if step.plan.epoch == request.last_epoch), None)
 
-    def _land(self, flight: Flight) -> None:
-        """The step has ended: what it alone still held is given back."""
-        for copy in flight.plan.copies:
+    def _give_back(self, step: PlannedStep) -> None:
+        """What a step that has ended alone still held."""
+        for copy in step.plan.copies:
             self.tree.finish_copy(copy)
-        for pages in flight.replaced:
+        for pages in step.replaced:
             self.tree.release(pages)
-        for request in flight.leaving:
+        for request in step.leaving:
             self._release(request)
 
     def _release(self, request: Request) -> None:

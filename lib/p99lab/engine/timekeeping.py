@@ -9,16 +9,16 @@ from collections.abc import Iterable
 
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import Request, Status, TimeShare
-from p99lab.engine.scheduler import Turn
+from p99lab.engine.scheduler_output import ScheduleOutcome
 
 
-def book_launch(turn: Turn, now_s: float) -> None:
+def book_launch(outcome: ScheduleOutcome, now_s: float) -> None:
     """The time up to the launch of a step while no other runs."""
-    admitted = set(turn.admitted)
-    for request in turn.preempted:
+    admitted = set(outcome.admitted)
+    for request in outcome.preempted:
         request.timeline.book(TimeShare.SCHEDULING, now_s)
         request.timeline.num_preemptions += 1
-    for request in turn.running:
+    for request in outcome.running:
         if request in admitted:
             _book_queue(request, now_s)
         else:

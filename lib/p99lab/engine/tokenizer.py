@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
-from p99lab.engine.events import Detokenizer
+from p99lab.engine.output_text import Detokenizer
 from p99lab.engine.request import IntArray
 from p99lab.errors import BadParameterError, ModelError
 

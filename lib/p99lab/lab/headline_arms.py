@@ -71,7 +71,7 @@ ARMS = (
     Arm("+chunked", "decode in every step, prompts in chunks beside it"),
     Arm(
         "+shared-prefix groups",
-        "a document's keys and values read once a step for all its requests, by kernels that can; steps bounded in time",
+        "a document's keys and values read once a step for all its requests, by kernels that can; a bound on steps",
         groups=True,
     ),
     Arm(

@@ -88,7 +88,7 @@ def _covered(headline: Headline, arm: Arm, load: str) -> str:
 
 
 def hit_rates(headline: Headline) -> pd.DataFrame:
-    """What each block's cache was declared to be, and was. One tier so far: the device's pages."""
+    """What each block's cache was declared to be, and was; how its steps ran. One tier so far: the device's pages."""
     return pd.DataFrame([_hit_row(block) for block in headline.blocks])
 
 
@@ -256,6 +256,8 @@ def _hit_row(block: Block) -> dict[str, Any]:
         "tier": "device",
         "waited for pages": None if block.stats is None else block.stats.num_page_waits,
         "preemptions": None if block.stats is None else block.stats.num_preemptions,
+        "steps replayed": None if block.stats is None else block.stats.graph_share,
+        "steps fell back": None if block.stats is None else block.stats.fallback_share,
     }
 
 

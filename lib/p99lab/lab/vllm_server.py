@@ -102,7 +102,7 @@ def vllm_server(spec: VllmSpec, start_timeout_s: float = START_TIMEOUT_S, log: P
     """Start vLLM, wait until it answers, and yield its URL, which ends in `/v1`. On leaving it is gone.
 
     Args:
-        log: holds what it writes, and nothing else. None: a temporary file does, which stays if it does not start.
+        log: holds what it writes, and nothing else. None: a temporary file does, and stays should it not start.
 
     Raises:
         PeerError: it ended, its engine did, or it did not answer in time; with the cause and where its log is.
@@ -175,11 +175,12 @@ def _text(log: Path) -> str:
 
 
 def _reason(log: Path) -> str:
-    """The last error of the log that is not the mere consequence of another, else its last line; and where it is."""
+    """The last error of the log that is not the mere consequence of another, else its last line; and the log's name:
+    pages quote this, and are not to name folders of the machine."""
     lines = [line.strip() for line in _text(log).splitlines() if line.strip()]
     errors = [match[0] for line in lines if " WARNING " not in line and (match := _ERROR.search(line))]
     causes = [error for error in errors if not any(sign in error for sign in _NOT_THE_CAUSE)]
-    return f"{(causes or errors or lines or ['it gave no reason'])[-1]} (log: {log})"
+    return f"{(causes or errors or lines or ['it gave no reason'])[-1]} (log: {log.name})"
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

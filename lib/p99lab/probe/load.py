@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -148,7 +148,7 @@ class _Sending:
 
     async def client(self, load: ClosedLoad, number: int) -> None:
         while (query := self.take()) is not None:
-            await self.exchange(query, self.begin(query, self.now_s()), number)
+            await self.exchange(query, self.target.send(query), self.begin(query, self.now_s()), number)
             await asyncio.sleep(load.think_time_s)  # even 0 lets the others run, should a target never wait
 
     async def arrivals(self) -> None:
@@ -161,10 +161,11 @@ class _Sending:
             return
         intended_s = query.intended_s if query.intended_s is not None else self.now_s()
         phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
+        answer = self.target.send(query)  # ready by its time
         self.due_s = intended_s
         await self.sleep_until(intended_s)
         group.create_task(self.arrival(group))  # begins after this one is sent
-        await self.exchange(query, phase, None)
+        await self.exchange(query, answer, phase, None)
 
     async def close_at(self, duration_s: float) -> None:
         await self.sleep_until(duration_s)
@@ -216,25 +217,27 @@ class _Sending:
         if self.window_closed and self.measured_in_flight == 0:
             self.finished.set()
 
-    async def exchange(self, query: Query, phase: Phase, client: int | None) -> None:
+    async def exchange(
+        self, query: Query, answer: AsyncGenerator[Chunk, None], phase: Phase, client: int | None
+    ) -> None:
         """Send one query and record what comes back, also when this is cancelled."""
         tape, end = _Tape(), _End(Outcome.CANCELLED)
         send_s = self.now_s()
         self.num_in_flight += 1
         try:
-            end = await self.answered(query, tape)
+            end = await self.answered(answer, tape)
         finally:
             self.num_in_flight -= 1
             self.keep(_record(query, phase, client, send_s, self.now_s(), tape, end))
 
-    async def answered(self, query: Query, tape: _Tape) -> _End:
+    async def answered(self, answer: AsyncGenerator[Chunk, None], tape: _Tape) -> _End:
         """How an answer ended; what came of it is on the tape."""
         load, now = self.load, asyncio.get_running_loop().time
         ends_at, idle_s = now() + load.timeout_s, load.idle_timeout_s
         try:
             async with (
                 asyncio.timeout_at(ends_at if idle_s is None else min(ends_at, now() + idle_s)) as limit,
-                aclosing(self.target.send(query)) as chunks,
+                aclosing(answer) as chunks,
             ):
                 async for chunk in chunks:
                     tape.add(chunk, self.now_s())

@@ -42,7 +42,10 @@ class TargetError(P99labError):
 
 
 class Target(Protocol):
-    """A thing that answers queries. `counters` gives running totals, empty where the target reports none."""
+    """A thing that answers queries. `counters` gives running totals, empty where the target reports none.
+
+    `send` makes a request of the query, which may take a millisecond; it goes out when the first chunk is asked for.
+    """
 
     @property
     def name(self) -> str: ...
@@ -215,14 +218,16 @@ class OpenAITarget:
     async def counters(self) -> dict[str, int]:
         return dict(self._totals)
 
-    async def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
+    def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
         if self._client is None:
             raise RuntimeError("open() the target before sending to it")
+        return self._answer(self._client, orjson.dumps(self._body(query)))
+
+    async def _answer(self, client: httpx.AsyncClient, body: bytes) -> AsyncGenerator[Chunk, None]:
         url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
-        body = orjson.dumps(self._body(query))
         served: Served | None = None
         try:
-            async with self._client.stream("POST", url, content=body, headers=self._headers()) as response:
+            async with client.stream("POST", url, content=body, headers=self._headers()) as response:
                 await self._refuse(response)
                 async with aclosing(chunks(response.aiter_bytes(), self.tokenize)) as answer:
                     async for chunk in answer:

@@ -28,14 +28,14 @@ from p99lab.engine.request import FinishReason
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError, P99labError
 from p99lab.serving.protocol import engine_pb2 as pb
 from p99lab.serving.protocol.link import OPTIONS, SERVICE_NAME
-from p99lab.serving.protocol.messages import Numbered, Wanted, read_add, write_events
+from p99lab.serving.protocol.messages import EngineRequest, Numbered, read_add, write_events
 
 if TYPE_CHECKING:
     from p99lab.engine.config import EngineConfig
     from p99lab.engine.engine import Engine
 
 LOGGER = logging.getLogger(__name__)
-NUM_ASKING_THREADS = 2  # for what gateways ask beside their streams
+NUM_UNARY_THREADS = 2  # for what gateways ask beside their streams
 
 
 @contextlib.contextmanager
@@ -50,7 +50,7 @@ def engine_service(engine: Engine, num_gateways: int = 1) -> Iterator[str]:
     """
     if engine.clock is not time.perf_counter:
         raise BadParameterError("an engine with a clock of its own cannot be served from another process")
-    executor = ThreadPoolExecutor(num_gateways + NUM_ASKING_THREADS, thread_name_prefix="p99lab-gateway")
+    executor = ThreadPoolExecutor(num_gateways + NUM_UNARY_THREADS, thread_name_prefix="p99lab-gateway")
     server = grpc.server(executor, options=OPTIONS)
     server.add_generic_rpc_handlers((_handlers(engine),))
     with tempfile.TemporaryDirectory(prefix="p99lab-", ignore_cleanup_errors=True) as directory:
@@ -79,11 +79,11 @@ def _handlers(engine: Engine) -> Any:
     def stats(request: pb.Nothing, context: grpc.ServicerContext) -> pb.Json:
         return pb.Json(value=orjson.dumps(engine.stats().as_dict()))
 
-    def asked(answer: Any) -> Any:
-        return grpc.unary_unary_rpc_method_handler(answer, pb.Nothing.FromString, pb.Json.SerializeToString)
+    def unary(method: Any) -> Any:
+        return grpc.unary_unary_rpc_method_handler(method, pb.Nothing.FromString, pb.Json.SerializeToString)
 
     stream = grpc.stream_stream_rpc_method_handler(serve, pb.FromGateway.FromString, pb.FromEngine.SerializeToString)
-    methods = {"Serve": stream, "Describe": asked(describe), "Stats": asked(stats)}
+    methods = {"Serve": stream, "Describe": unary(describe), "Stats": unary(stats)}
     return grpc.method_handlers_generic_handler(SERVICE_NAME, methods)
 
 
@@ -92,7 +92,7 @@ def _plain(model: Any) -> Any:
 
 
 class Session:
-    """One gateway: which of its requests are in the engine, and what it is still to be told.
+    """One gateway: which of its requests are in the engine, and which of their events it is still to get.
 
     `read` and `messages` each run in a thread of gRPC's or the session's; all else runs in the thread that steps,
     cancels or closes.
@@ -102,7 +102,7 @@ class Session:
         self._engine = engine
         self._name = uuid.uuid4().hex
         self._request_ids: dict[int, str] = {}  # by number; of those that have not ended
-        self._told: list[Numbered] = []  # since the last flush
+        self._events: list[Numbered] = []  # since the last flush
         self._config: EngineConfig | None = None  # as the gateway knows it
         self._outgoing: queue.SimpleQueue[tuple[list[Numbered], bytes | None] | None] = queue.SimpleQueue()
 
@@ -121,20 +121,21 @@ class Session:
             self._outgoing.put(None)
 
     def messages(self) -> Iterator[pb.FromEngine]:
-        """What to tell the gateway, a message a step; ends with the session."""
-        yield pb.FromEngine(config=self._news())
-        while (news := self._outgoing.get()) is not None:
-            told, config = news
-            yield write_events([(number, self._explained(item)) for number, item in told], config)
+        """What goes to the gateway, a message a step; ends with the session."""
+        yield write_events([], self._new_config(), self._engine.failure)
+        while (batch := self._outgoing.get()) is not None:
+            items, config = batch
+            failure = self._engine.failure
+            yield write_events([(number, _explained(item, failure)) for number, item in items], config, failure)
 
     def flush(self) -> None:
-        """Everything about a step is told: send it. Called with the engine's lock held."""
-        told, self._told = self._told, []
-        config = self._news()
-        if told or config is not None:
-            self._outgoing.put((told, config))
+        """The events of a step are complete: send them. Called with the engine's lock held."""
+        events, self._events = self._events, []
+        config = self._new_config()
+        if events or config is not None or self._engine.failure is not None:
+            self._outgoing.put((events, config))
 
-    def _news(self) -> bytes | None:
+    def _new_config(self) -> bytes | None:
         """The configuration, where the gateway knows another."""
         config = self._engine.config
         if config is self._config:
@@ -144,8 +145,8 @@ class Session:
 
     def _add(self, add: pb.Add) -> None:
         try:
-            wanted = read_add(add)
-            self._engine.submit(partial(self._enter, wanted))
+            request = read_add(add)
+            self._engine.submit(partial(self._enter, request))
         except (P99labError, ValueError) as error:
             self._refuse(add.number, error)
 
@@ -153,26 +154,26 @@ class Session:
         with contextlib.suppress(EngineClosedError, EngineFailedError):  # its requests have ended already
             self._engine.submit(command)
 
-    def _enter(self, wanted: Wanted, engine: Engine) -> None:
-        number = wanted.number
-        self._request_ids[number] = wanted.request_id or f"{self._name}-{number}"
+    def _enter(self, request: EngineRequest, engine: Engine) -> None:
+        number = request.number
+        self._request_ids[number] = request.request_id or f"{self._name}-{number}"
         try:
             engine.add(
-                wanted.token_ids,
-                wanted.sampling,
+                request.token_ids,
+                request.sampling,
                 request_id=self._request_ids[number],
-                priority=wanted.priority,
-                deadline_s=wanted.deadline_s,
-                arrival_s=wanted.arrival_s,
-                on_event=partial(self._tell, number),
+                priority=request.priority,
+                deadline_s=request.deadline_s,
+                arrival_s=request.arrival_s,
+                on_event=partial(self._on_event, number),
                 detokenize=False,
             )
         except Exception as error:
             del self._request_ids[number]
             self._refuse(number, error)
 
-    def _tell(self, number: int, event: TokenEvent) -> None:
-        self._told.append((number, event))
+    def _on_event(self, number: int, event: TokenEvent) -> None:
+        self._events.append((number, event))
         if event.finish_reason is not None:
             del self._request_ids[number]
 
@@ -189,12 +190,10 @@ class Session:
         for request_id in list(self._request_ids.values()):
             engine.cancel(request_id)
 
-    def _explained(self, item: TokenEvent | Exception) -> TokenEvent | Exception:
-        """Requests that end with the engine end with its own word for why."""
-        if isinstance(item, Exception) or item.finish_reason is not FinishReason.ERROR:
-            return item
-        try:
-            self._engine.check()
-        except P99labError as error:
-            return error
-        return EngineFailedError("the engine has ended this request with an error")
+
+def _explained(item: TokenEvent | Exception, failure: P99labError | None) -> TokenEvent | Exception:
+    """Requests that end with the engine end with its own word for why."""
+    if isinstance(item, Exception) or item.finish_reason is not FinishReason.ERROR:
+        return item
+    assert failure is not None  # nothing else ends a request with an error
+    return failure

@@ -1,8 +1,8 @@
 """A gateway's process: HTTP, JSON and text, for an engine in its parent.
 
-Executed as a module by `gateways`, which writes its order to stdin as one line of JSON. One line on stdout answers it:
-`ready`, or why not. SIGTERM: no new requests, running ones finish; again, as SIGUSR1: at once. Ctrl-C, which reaches
-every process of a terminal, is the parent's to act on.
+Executed as a module by `gateways`, which writes its configuration to stdin as one line of JSON. One line on stdout
+answers: `ready`, or why not. SIGTERM: no new requests, running ones finish; again, as SIGUSR1: at once. Ctrl-C, which
+reaches every process of a terminal, is the parent's to act on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 import orjson
 
 from p99lab.errors import P99labError
-from p99lab.serving.order import FAILED, READY, GatewayOrder
+from p99lab.serving.gateway_config import FAILED, READY, GatewayConfig
 from p99lab.serving.remote_engine import remote_engine
 from p99lab.serving.server import Server
 
@@ -26,21 +26,21 @@ from p99lab.serving.server import Server
 def main() -> None:
     """Serve until told to end, or until the engine has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    order = GatewayOrder.parse(orjson.loads(sys.stdin.buffer.readline()))
+    config = GatewayConfig.parse(orjson.loads(sys.stdin.buffer.readline()))
     try:
-        asyncio.run(_serve(order))
+        asyncio.run(_serve(config))
     except P99labError as error:
-        _say(f"{FAILED}{error}")
+        _write_line(f"{FAILED}{error}")
         sys.exit(error.exit_code)
 
 
-async def _serve(order: GatewayOrder) -> None:
-    async with remote_engine(order.address) as engine:
-        listening = socket.socket(fileno=order.listening_fd)
-        server = Server(engine, order.model, listening, order.drain_timeout_s, order.api_key, order.gateway)
+async def _serve(config: GatewayConfig) -> None:
+    async with remote_engine(config.address) as engine:
+        listening = socket.socket(fileno=config.listening_fd)
+        server = Server(engine, config.model, listening, config.drain_timeout_s, config.api_key, config.gateway)
         with _stopping(server):
             watching = asyncio.create_task(_stop_with(engine.gone, server))
-            await server.run(lambda: _say(READY))
+            await server.run(lambda: _write_line(READY))
             watching.cancel()
 
 
@@ -62,7 +62,7 @@ async def _stop_with(gone: asyncio.Event, server: Server) -> None:
     server.stop()
 
 
-def _say(line: str) -> None:
+def _write_line(line: str) -> None:
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()

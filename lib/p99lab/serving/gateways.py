@@ -19,14 +19,14 @@ import orjson
 
 from p99lab.serving import child, sockets
 from p99lab.serving.engine_service import engine_service
-from p99lab.serving.order import FAILED, READY, GatewayOrder
+from p99lab.serving.gateway_config import FAILED, READY, GatewayConfig
 from p99lab.serving.process import ServerProcessError
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
 
 START_TIMEOUT_S = 60.0
-FAREWELL_S = 10.0  # beyond the drain's own time-out
+SHUTDOWN_GRACE_S = 10.0  # beyond the drain's own time-out
 NEEDED = ("fastapi", "uvicorn", "prometheus_client", "tokenizers")  # by gateways, and not by this process
 
 
@@ -88,7 +88,7 @@ def gateways(
     require_packages()
     sockets.listen(listening)
     with engine_service(engine, num_gateways) as address, contextlib.ExitStack() as leaving:
-        order = GatewayOrder(
+        config = GatewayConfig(
             address=address,
             listening_fd=listening.fileno(),
             model=model,
@@ -96,8 +96,8 @@ def gateways(
             api_key=api_key,
         )
         numbers = range(1, num_gateways + 1) if num_gateways > 1 else (None,)
-        orders = [order.model_copy(update={"gateway": number}) for number in numbers]
-        processes = [leaving.enter_context(_started(each)) for each in orders]
+        configs = [config.model_copy(update={"gateway": number}) for number in numbers]
+        processes = [leaving.enter_context(_started(each)) for each in configs]
         running = Gateways(processes, drain_timeout_s)
         try:
             yield running
@@ -138,14 +138,14 @@ class Gateways:
             process.send_signal(number)
 
     def wait(self) -> None:
-        """Return when all have ended, as they were told.
+        """Return when all have ended, as they were asked to.
 
         Raises:
             ServerProcessError: one has ended by itself; the others still run.
         """
         left = list(self._processes)
         while left:
-            for process in _heard_of(left, None):
+            for process in _readable(left, None):
                 self._require_asked(process)
                 left.remove(process)
 
@@ -154,14 +154,14 @@ class Gateways:
         Raises:
             ServerProcessError: one has ended by itself.
         """
-        for process in _heard_of(self._processes, 0.0):
+        for process in _readable(self._processes, 0.0):
             self._require_asked(process)
 
     def end(self) -> None:
         """Stop all and wait for them; those that take longer than the drain allows are killed."""
         if not self._num_stops:
             self.stop()
-        deadline_s = time.monotonic() + self._drain_timeout_s + FAREWELL_S
+        deadline_s = time.monotonic() + self._drain_timeout_s + SHUTDOWN_GRACE_S
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline_s - time.monotonic()))
@@ -179,16 +179,16 @@ class Gateways:
 
 
 @contextlib.contextmanager
-def _started(order: GatewayOrder) -> Iterator[subprocess.Popen[bytes]]:
+def _started(config: GatewayConfig) -> Iterator[subprocess.Popen[bytes]]:
     """A gateway's process, killed on leaving if it has not ended by then."""
     command = child.command("p99lab.serving.gateway", ())
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[order.listening_fd]
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[config.listening_fd]
     ) as process:
         try:
             assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError), process.stdin as order_pipe:  # one that has died says so itself
-                order_pipe.write(orjson.dumps(order.model_dump()) + b"\n")
+            with contextlib.suppress(BrokenPipeError), process.stdin as pipe:  # one that has died says so itself
+                pipe.write(orjson.dumps(config.model_dump()) + b"\n")
             yield process
         finally:
             process.kill()
@@ -196,13 +196,13 @@ def _started(order: GatewayOrder) -> Iterator[subprocess.Popen[bytes]]:
 
 def _next_line(process: subprocess.Popen[bytes], deadline_s: float) -> str | None:
     """The next line of a process; empty: it has ended; None: there was none in time."""
-    if not _heard_of([process], max(0.0, deadline_s - time.monotonic())):
+    if not _readable([process], max(0.0, deadline_s - time.monotonic())):
         return None
     assert process.stdout is not None
     return process.stdout.readline().decode(errors="replace").strip()
 
 
-def _heard_of(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None) -> list[subprocess.Popen[bytes]]:
+def _readable(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None) -> list[subprocess.Popen[bytes]]:
     """Those whose stdout can be read: what has said all that it had to say is readable only when it has ended."""
     with selectors.DefaultSelector() as selector:
         for process in processes:

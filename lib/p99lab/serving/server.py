@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 import uvicorn
 
 from p99lab.serving import sockets
-from p99lab.serving.offered import OfferedEngine
+from p99lab.serving.engine_client import EngineClient
 from p99lab.serving.openai_api.app import make_app
 from p99lab.serving.openai_api.service import Service
 
 KEEP_ALIVE_S = 120  # a client's connection may idle so long; a load with think time comes back on it
-FAREWELL_S = 2  # for requests that were given up to tell their clients
+SHUTDOWN_GRACE_S = 2  # for requests that were given up to answer their clients
 
 
 class Server:
@@ -29,7 +29,7 @@ class Server:
 
     def __init__(
         self,
-        engine: OfferedEngine,
+        engine: EngineClient,
         model: str,
         listening: socket.socket,
         drain_timeout_s: float,
@@ -49,7 +49,7 @@ class Server:
             access_log=False,
             backlog=sockets.BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=FAREWELL_S,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )
         self._uvicorn = _Uvicorn(config)
 

@@ -11,15 +11,15 @@ from p99lab.engine.attention.lanes import BLOCK_KEYS, ITEM_KEYS, LEAST_KEYS, Lan
 
 pytestmark = pytest.mark.light
 
-Run = tuple[int, int]  # rows, keys
+Span = tuple[int, int]  # rows, keys
 
 LENGTHS = st.one_of(st.integers(1, 40), st.integers(1, 3_000), st.integers(1, 140_000))
-RUNS = st.lists(st.tuples(st.integers(1, 16), LENGTHS), max_size=80)
+SPANS = st.lists(st.tuples(st.integers(1, 16), LENGTHS), max_size=80)
 
 
-def dealt(runs: list[Run], num_lanes: int, first_partial: int = 0) -> tuple[Lanes, np.ndarray]:
-    """The lanes, and where each run begins in a pool in which they lie apart, the last one first."""
-    num_rows, num_keys = np.array(runs, np.int32).reshape(-1, 2).T
+def dealt(spans: list[Span], num_lanes: int, first_partial: int = 0) -> tuple[Lanes, np.ndarray]:
+    """The lanes, and where each span begins in a pool in which they lie apart, the last one first."""
+    num_rows, num_keys = np.array(spans, np.int32).reshape(-1, 2).T
     starts = (np.cumsum(num_keys[::-1] + 7) - num_keys[::-1])[::-1].astype(np.int32)
     return deal(num_rows, starts, num_keys, num_lanes, first_partial), starts
 
@@ -29,13 +29,13 @@ def lengths(lanes: Lanes) -> list[int]:
     return [int((lanes.items[first:end, 3] + ITEM_KEYS).sum()) for first, end in pairwise(lanes.indptr.tolist())]
 
 
-@given(runs=RUNS, num_lanes=st.integers(1, 70), first_partial=st.integers(0, 50))
-def test_every_key_of_a_run_is_in_one_item_and_rows_follow_each_other(
-    runs: list[Run], num_lanes: int, first_partial: int
+@given(spans=SPANS, num_lanes=st.integers(1, 70), first_partial=st.integers(0, 50))
+def test_every_key_of_a_span_is_in_one_item_and_rows_follow_each_other(
+    spans: list[Span], num_lanes: int, first_partial: int
 ) -> None:
-    lanes, starts = dealt(runs, num_lanes, first_partial)
-    for number, (num_rows, num_keys) in enumerate(runs):
-        _, rows, firsts, counts = lanes.items[lanes.runs == number].T
+    lanes, starts = dealt(spans, num_lanes, first_partial)
+    for number, (num_rows, num_keys) in enumerate(spans):
+        _, rows, firsts, counts = lanes.items[lanes.spans == number].T
         assert rows.tolist() == [num_rows] * len(rows)
         assert counts.min() >= 1
         assert counts.sum() == num_keys
@@ -43,23 +43,23 @@ def test_every_key_of_a_run_is_in_one_item_and_rows_follow_each_other(
         assert not ((firsts - starts[number]) % BLOCK_KEYS).any()
     partials, rows = lanes.items[:, 0], lanes.items[:, 1]
     assert partials.tolist() == (first_partial + np.cumsum(rows) - rows).tolist()
-    assert (np.diff(lanes.runs) >= 0).all()
-    assert all(array.dtype == np.int32 for array in (lanes.items, lanes.indptr, lanes.runs))
+    assert (np.diff(lanes.spans) >= 0).all()
+    assert all(array.dtype == np.int32 for array in (lanes.items, lanes.indptr, lanes.spans))
 
 
-@given(runs=RUNS, num_lanes=st.integers(1, 70))
-def test_lanes_have_all_items_and_are_of_like_length(runs: list[Run], num_lanes: int) -> None:
-    lanes, _ = dealt(runs, num_lanes)
+@given(spans=SPANS, num_lanes=st.integers(1, 70))
+def test_lanes_have_all_items_and_are_of_like_length(spans: list[Span], num_lanes: int) -> None:
+    lanes, _ = dealt(spans, num_lanes)
     assert len(lanes.indptr) == num_lanes + 1
     assert lanes.indptr[[0, -1]].tolist() == [0, len(lanes.items)]
     assert (np.diff(lanes.indptr) >= 0).all()
-    assert len(lanes.items) <= max(0, len(runs) + num_lanes - 1)
-    share = sum(num_keys + ITEM_KEYS for _, num_keys in runs) / num_lanes
+    assert len(lanes.items) <= max(0, len(spans) + num_lanes - 1)
+    share = sum(num_keys + ITEM_KEYS for _, num_keys in spans) / num_lanes
     assert max(lengths(lanes)) <= 2 * max(share, LEAST_KEYS) + BLOCK_KEYS + ITEM_KEYS
 
 
 @pytest.mark.parametrize(
-    ("runs", "num_items"),
+    ("spans", "num_items"),
     [
         ([(16, 130_816)] * 4, 36),  # a lane beyond each document's end also begins the next
         ([(1, 130_816)], 33),
@@ -69,8 +69,8 @@ def test_lanes_have_all_items_and_are_of_like_length(runs: list[Run], num_lanes:
         ([(1, 4_000)] * 66, 66),
     ],
 )
-def test_runs_are_cut_no_more_than_lanes_need(runs: list[Run], num_items: int) -> None:
-    assert len(dealt(runs, 33)[0].items) == num_items
+def test_spans_are_cut_no_more_than_lanes_need(spans: list[Span], num_items: int) -> None:
+    assert len(dealt(spans, 33)[0].items) == num_items
 
 
 def test_lanes_over_long_documents_end_at_the_same_time() -> None:
@@ -79,7 +79,7 @@ def test_lanes_over_long_documents_end_at_the_same_time() -> None:
         assert max(of_lanes) - min(of_lanes) <= 2 * BLOCK_KEYS
 
 
-def test_many_short_runs_fill_the_lanes_that_long_ones_leave() -> None:
+def test_many_short_spans_fill_the_lanes_that_long_ones_leave() -> None:
     of_lanes = lengths(dealt([(1, 300)] * 200 + [(16, 130_816)] * 2, 33)[0])
     assert max(of_lanes) <= 1.1 * sum(of_lanes) / 33
 

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p99lab.engine.attention.page_tables import FA3_MIN_TOKENS, Kernel, PagedRows, Workspaces, plan_paged
+from p99lab.engine.attention.page_tables import (
+    FA3_MIN_TOKENS,
+    Kernel,
+    PagedRows,
+    Workspaces,
+    fa3_list_bytes,
+    plan_paged,
+)
 from p99lab.engine.plan import PrefixGroup, Row, StepPlan
 from p99lab.engine.request import SamplingParams
 
@@ -154,6 +161,25 @@ def test_no_step_needs_more_workspace_than_there_is(
     assert floats <= sizes.float_bytes
     assert ints <= sizes.int_bytes("fa2") == sizes.int_bytes("decode")
     assert _fa3_bytes(sizes, qo_lens) <= sizes.int_bytes("fa3")
+
+
+@given(
+    num_heads=st.sampled_from([1, 8, 32]),
+    head_dim=st.sampled_from([64, 128]),
+    qo_lens=st.lists(st.integers(1, 3000), min_size=1, max_size=40) | st.just([4] * 5000),
+    more=st.tuples(st.integers(0, 100), st.integers(0, 100)),
+)
+@settings(max_examples=100, deadline=None)
+def test_no_list_of_spans_needs_more_than_its_bound(
+    num_heads: int, head_dim: int, qo_lens: list[int], more: tuple[int, int]
+) -> None:
+    most = (len(qo_lens) + more[0], sum(qo_lens) + sum(more))
+    num_bytes = fa3_list_bytes(*most, num_heads, head_dim, 132)
+    assert _fa3_bytes(Workspaces(132, num_heads, 1, head_dim, *most), qo_lens) <= num_bytes
+    tile = 192 if head_dim == 64 else 128
+    num_tiles = -(-most[1] // tile) + most[0] - 1  # of a captured step: for the most there can be
+    num_items = num_tiles * (1 if num_tiles > 4096 else num_heads)
+    assert _aligned(*[num_items * 4] * 6, 133 * 4, num_items * 4) <= num_bytes
 
 
 def test_workspaces_of_an_8b_model_on_an_h200_are_a_few_megabytes() -> None:

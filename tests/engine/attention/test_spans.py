@@ -123,11 +123,11 @@ def test_short_private_parts_of_one_token_rows_are_no_spans() -> None:
 @pytest.mark.light
 @given(step=_steps())
 @settings(max_examples=30, deadline=None)
-def test_runs_are_of_a_few_one_token_rows(step: StepPlan) -> None:
+def test_decode_spans_are_of_a_few_one_token_rows(step: StepPlan) -> None:
     plan = plan_spans(step, PAGE_SIZE, SPLITS[2])
     is_decode = np.concatenate([np.full(len(row.token_ids), len(row.token_ids) == 1) for row in step.rows])
-    of_spans, of_runs = np.split(plan.tokens, [plan.num_span_partials])
-    assert is_decode[of_runs].all()
+    of_spans, of_decode_spans = np.split(plan.tokens, [plan.num_span_partials])
+    assert is_decode[of_decode_spans].all()
     assert (plan.items[:, 1] <= 2).all()
     for tokens in np.split(of_spans, plan.span_indptr[1:-1]):
         assert len(tokens) == 0 or len(tokens) > 2 or not is_decode[tokens].all()
@@ -171,7 +171,7 @@ def test_lists_of_a_captured_step_say_the_same_at_fixed_places(split: Split, ste
     places = [*range(num_spans), *range(500, 500 + plan.num_partials - num_spans)]  # of the partial rows
     assert fixed.tokens[places].tolist() == plan.tokens.tolist()
     assert (np.delete(fixed.tokens, places) == -1).all()
-    places += [room.num_span_partials + room.num_run_partials + token for token in range(num_tokens)]
+    places += [room.num_span_partials + room.num_decode_partials + token for token in range(num_tokens)]
     assert fixed.merge_rows[: len(exact.merge_rows)].tolist() == [places[row] for row in exact.merge_rows]
     items = fixed.items.reshape(-1, 4)[: len(plan.items)]
     assert items[:, 0].tolist() == [places[row] for row in plan.items[:, 0]]
@@ -183,13 +183,15 @@ def test_a_captured_step_refuses_what_it_has_no_room_for() -> None:
     pages = np.arange(500, dtype=np.int32)
     rows = tuple(Row(str(i), i, np.zeros(1, np.int32), 1999, pages, True, SamplingParams(), 0) for i in range(3))
     step = StepPlan(0, rows, group_rows(rows, PAGE_SIZE, 1))
-    as_span, as_run = (plan_spans(step, PAGE_SIZE, split) for split in (Split(_whole, 2, 3), Split(_whole, 3, 3)))
+    as_span, as_decode_span = (
+        plan_spans(step, PAGE_SIZE, split) for split in (Split(_whole, 2, 3), Split(_whole, 3, 3))
+    )
     cut = Split(_whole, 3, 3)
-    assert Room.of(GraphShape(3, 0, 1, 3, 0, 3), cut).holds(as_run)
+    assert Room.of(GraphShape(3, 0, 1, 3, 0, 3), cut).holds(as_decode_span)
     assert not Room.of(GraphShape(3, 0, 1, 3, 0, 3), cut).holds(as_span)
     assert Room.of(GraphShape(3, 3, 1, 3, 0, 3), cut).holds(as_span)
-    assert not Room.of(GraphShape(3, 3, 1, 2, 0, 3), cut).holds(as_run)
-    assert len(as_run.items) == 3
+    assert not Room.of(GraphShape(3, 3, 1, 2, 0, 3), cut).holds(as_decode_span)
+    assert len(as_decode_span.items) == 3
 
 
 @pytest.mark.light

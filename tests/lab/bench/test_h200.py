@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -146,7 +147,8 @@ def test_every_case_has_a_row_with_its_floor_and_vllm_beside_those_over_http(tmp
     assert not any("no site given" in line for line in told)
 
 
-def test_a_peer_that_fails_leaves_a_note(tmp_path: Path) -> None:
+def test_a_peer_that_fails_leaves_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its log stays
     broken = VllmSpec(make_site(tmp_path / "site", BROKEN), make_model(tmp_path / "model"))
     peers = h200.measure_peers(TINY, frozenset({"ttft-1"}), broken)
     name, sample, note = peers.of("ttft-1")

@@ -29,6 +29,8 @@ AFTER = replace(
     wait_s=1.8,
     update_s=0.04,
     device_s=1.96,
+    num_graph_steps=15,
+    num_fallback_steps=1,
 )
 STRETCH = Stretch(2.0, BEFORE, AFTER, np.array([0.9, 1.0, 1.1]))
 
@@ -43,6 +45,8 @@ def test_idle_is_the_time_without_a_step() -> None:
     idle = rows["GPU idle, closed load, in process"]
     assert (idle.value, idle.bar, idle.verdict, idle.n) == (pytest.approx(2.0), IDLE_BAR, "held", 20)
     assert rows["tokens, a step"].value == 100
+    assert rows["steps replayed from a graph"].value == pytest.approx(75.0)
+    assert rows["steps left to slower kernels"].value == pytest.approx(5.0)
     assert rows["requests"].value == 1.5
     assert rows["E2E P50"].ratio_to_floor == pytest.approx(2.0)
     assert (rows["E2E P99"].floor, rows["E2E std"].n) == (None, 3)

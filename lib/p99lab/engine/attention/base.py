@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from p99lab.engine.attention.shape import GraphShape as GraphShape
-from p99lab.engine.plan import StepPlan
+from p99lab.engine.plan import StepPath, StepPlan
 from p99lab.engine.rope import HeadNorms
 
 
@@ -32,8 +32,8 @@ class LayerAttention(Protocol):
 class AttentionBackend(LayerAttention, Protocol):
     """Attention over the page pool: `plan` once a step, then `attend` once a layer."""
 
-    def plan(self, step: StepPlan) -> None:
-        """Work out what all layers of the step share: slots, spans, masks."""
+    def plan(self, step: StepPlan) -> StepPath:
+        """Work out what all layers of the step share: slots, spans, masks. Returns how it will run: not as a graph."""
         ...
 
 
@@ -44,9 +44,9 @@ class GraphAttention(AttentionBackend, Protocol):
         """int32 that the lists of a shape take."""
         ...
 
-    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | None:
+    def plan_graph(self, step: StepPlan, graphs: Sequence[tuple[GraphShape, torch.Tensor]]) -> int | StepPath:
         """Plan a step for the first of some captured graphs that has room for it, into the buffer of its lists.
 
-        Returns its place; None, and nothing planned: none has.
+        Returns its place; where none has, the step is planned as by `plan`, and what that returns.
         """
         ...

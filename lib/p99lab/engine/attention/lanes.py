@@ -1,10 +1,10 @@
-"""Runs of keys dealt to lanes that work side by side: what `decode_kernel` is given, planned in integers.
+"""Spans of keys dealt to lanes that work side by side: what `decode_kernel` is given, planned in integers.
 
-The runs lie on a line, one behind the other, and the line is cut into as many stretches as there are lanes, of about
-the same length (stream-K; for decoding see LeanAttention, arXiv 2405.10480). So a long run is shared by many lanes, a
-lane may have many short runs, and all end at about the same time, whatever the lengths are. A cut that would fall close
-to the end of a run is moved there: it would cost another partial result, and waiting for its keys, and even out next to
-nothing.
+The spans lie on a line, one behind the other, and the line is cut into as many stretches as there are lanes, of about
+the same length (stream-K; for decoding see LeanAttention, arXiv 2405.10480). So a long span is shared by many lanes, a
+lane may have many short spans, and all end at about the same time, whatever the lengths are. A cut that would fall
+close to the end of a span is moved there: it would cost another partial result, and waiting for its keys, and even out
+next to nothing.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from numpy.typing import NDArray
 
 from p99lab.engine.request import IntArray
 
-BLOCK_KEYS = 128  # cuts within a run fall on multiples: no block of a kernel is cut, whose blocks divide this
+BLOCK_KEYS = 128  # cuts within a span fall on multiples: no block of a kernel is cut, whose blocks divide this
 LEAST_KEYS = 256  # a shorter stretch is not worth a lane
 ITEM_KEYS = 64  # what beginning and ending an item costs, in keys read
-SNAP = 1 / 8  # of a stretch: a cut that is closer to the end of a run is moved there
+SNAP = 1 / 8  # of a stretch: a cut that is closer to the end of a span is moved there
 
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """Runs cut into N items, int32; lane i has those from indptr[i] to indptr[i + 1]."""
+    """Spans cut into N items, int32; lane i has those from indptr[i] to indptr[i + 1]."""
 
     items: IntArray  # [N, 4]: first partial row, number of rows, first slot, number of keys
     indptr: IntArray  # [L + 1]
-    runs: IntArray  # [N], the run that each item is a part of, ascending
+    spans: IntArray  # [N], the span that each item is a part of, ascending
 
 
 def deal(num_rows: IntArray, key_starts: IntArray, num_keys: IntArray, num_lanes: int, first_partial: int = 0) -> Lanes:
-    """Cut runs, and deal the items. There are at most num_lanes - 1 items more than runs.
+    """Cut spans, and deal the items. There are at most num_lanes - 1 items more than spans.
 
     Args:
-        num_rows: [B], rows that see each run.
+        num_rows: [B], rows that see each span.
         key_starts, num_keys: [B], its first slot, and how many there are: at least 1.
         first_partial: partial rows that stand before those of the first item.
     """
@@ -45,14 +45,14 @@ def deal(num_rows: IntArray, key_starts: IntArray, num_keys: IntArray, num_lanes
     total = int(extents.sum())
     cuts = _cuts(begins.tolist(), num_keys.tolist(), total, num_lanes)
     at = np.union1d(begins, cuts[cuts < total])
-    runs = np.searchsorted(begins, at, "right") - 1
-    offsets = at - begins[runs]
-    stops = np.minimum(np.append(at[1:], total) - begins[runs], num_keys[runs])
-    rows = num_rows[runs]
+    spans = np.searchsorted(begins, at, "right") - 1
+    offsets = at - begins[spans]
+    stops = np.minimum(np.append(at[1:], total) - begins[spans], num_keys[spans])
+    rows = num_rows[spans]
     firsts = first_partial + np.cumsum(rows) - rows
-    items = np.stack((firsts, rows, key_starts[runs] + offsets, stops - offsets), 1)
+    items = np.stack((firsts, rows, key_starts[spans] + offsets, stops - offsets), 1)
     indptr = np.searchsorted(at, np.concatenate(([0], cuts, [total])))
-    return Lanes(items.astype(np.int32), indptr.astype(np.int32), runs.astype(np.int32))
+    return Lanes(items.astype(np.int32), indptr.astype(np.int32), spans.astype(np.int32))
 
 
 def _cuts(begins: list[int], num_keys: list[int], total: int, num_lanes: int) -> NDArray[np.int64]:
@@ -63,11 +63,11 @@ def _cuts(begins: list[int], num_keys: list[int], total: int, num_lanes: int) ->
         share = max(LEAST_KEYS, (total - at) / (num_lanes - lane))
         if at + share >= total:
             break
-        run = bisect_right(begins, at + share) - 1
-        offset = round((at + share - begins[run]) / BLOCK_KEYS) * BLOCK_KEYS
+        span = bisect_right(begins, at + share) - 1
+        offset = round((at + share - begins[span]) / BLOCK_KEYS) * BLOCK_KEYS
         if offset <= share * SNAP:
             offset = 0
-        elif num_keys[run] - offset <= share * SNAP:
-            offset, run = 0, run + 1
-        at = cuts[lane] = begins[run] + offset if run < len(begins) else total
+        elif num_keys[span] - offset <= share * SNAP:
+            offset, span = 0, span + 1
+        at = cuts[lane] = begins[span] + offset if span < len(begins) else total
     return cuts

@@ -32,20 +32,20 @@ class Room:
 
     num_tokens: int
     num_span_partials: int
-    num_run_partials: int
+    num_decode_partials: int
     num_items: int
     num_causal: int
     num_lanes: int
 
     @classmethod
     def of(cls, shape: GraphShape, split: Split) -> Self:
-        """Cutting runs adds at most num_lanes - 1 items, each a part of the widest run."""
+        """Cutting decode spans adds at most num_lanes - 1 items, each a part of the widest."""
         num_cuts = split.num_lanes - 1
-        num_run_partials = shape.num_run_partials + num_cuts * min(shape.num_tokens, split.max_run_tokens)
+        num_decode_partials = shape.num_decode_partials + num_cuts * min(shape.num_tokens, split.max_decode_tokens)
         sizes = (
             shape.num_span_partials,
-            num_run_partials,
-            shape.num_runs + num_cuts,
+            num_decode_partials,
+            shape.num_decode_spans + num_cuts,
             shape.num_causal,
             split.num_lanes,
         )
@@ -54,15 +54,15 @@ class Room:
     @property
     def sizes(self) -> Lists:
         """Elements of each list."""
-        num_partials = self.num_span_partials + self.num_run_partials
-        runs = (4 * self.num_items, self.num_lanes + 1)
+        num_partials = self.num_span_partials + self.num_decode_partials
+        decode = (4 * self.num_items, self.num_lanes + 1)
         merge = (self.num_tokens + 1, num_partials + self.num_tokens)
-        return Lists(self.num_tokens, num_partials, *runs, self.num_tokens, self.num_tokens, *merge)
+        return Lists(self.num_tokens, num_partials, *decode, self.num_tokens, self.num_tokens, *merge)
 
     def holds(self, spans: SpanPlan) -> bool:
         return (
             spans.num_span_partials <= self.num_span_partials
-            and spans.num_partials - spans.num_span_partials <= self.num_run_partials
+            and spans.num_partials - spans.num_span_partials <= self.num_decode_partials
             and len(spans.items) <= self.num_items
             and len(spans.causal_lens) <= self.num_causal
         )
@@ -72,30 +72,30 @@ def lists_of(step: StepPlan, spans: SpanPlan, page_size: int) -> Lists:
     """A step's lists, exactly as long as they are."""
     slots = token_slots(step, page_size)
     private = (spans.private_starts, spans.private_lens)
-    runs = (spans.items.ravel(), spans.lane_indptr)
-    return Lists(slots, spans.tokens, *runs, *private, spans.merge_indptr, spans.merge_rows)
+    decode = (spans.items.ravel(), spans.lane_indptr)
+    return Lists(slots, spans.tokens, *decode, *private, spans.merge_indptr, spans.merge_rows)
 
 
 def padded(lists: Lists, spans: SpanPlan, room: Room) -> Lists:
     """At the sizes of a captured step: tokens that a step has not store nothing and see nothing.
 
-    Partial rows of runs begin behind the place of the last possible one of spans, causal ones behind all of these.
+    Partial rows of decode spans begin behind the place of the last possible one of spans, causal ones behind them all.
     """
     num_spans, num_partials = spans.num_span_partials, spans.num_partials
     more_spans = np.int32(room.num_span_partials - num_spans)
-    more_runs = np.int32(room.num_run_partials - (num_partials - num_spans))
+    more_decode = np.int32(room.num_decode_partials - (num_partials - num_spans))
     rows = lists.merge_rows
     rows = (
         rows
         + np.where(rows < num_spans, np.int32(0), more_spans)
-        + np.where(rows < num_partials, np.int32(0), more_runs)
+        + np.where(rows < num_partials, np.int32(0), more_decode)
     )
     sizes = room.sizes
-    span_tokens, run_tokens = np.split(lists.tokens, [num_spans])
+    span_tokens, decode_tokens = np.split(lists.tokens, [num_spans])
     return Lists(
         slots=_filled(lists.slots, sizes.slots, -1),
         tokens=np.concatenate(
-            [_filled(span_tokens, room.num_span_partials, -1), _filled(run_tokens, room.num_run_partials, -1)]
+            [_filled(span_tokens, room.num_span_partials, -1), _filled(decode_tokens, room.num_decode_partials, -1)]
         ),
         items=_filled((spans.items + np.array([more_spans, 0, 0, 0], np.int32)).ravel(), sizes.items),
         lane_indptr=lists.lane_indptr,

@@ -87,6 +87,18 @@ def _indptr(counts: IntArray) -> IntArray:
     return indptr
 
 
+def fa3_list_bytes(num_spans: int, num_tokens: int, num_heads: int, head_dim: int, num_processors: int) -> int:
+    """Bytes that `PrefillSM90Plan` allots at most, also for a graph, to up to `num_spans` spans of query tokens.
+
+    Args:
+        num_tokens: of all spans together.
+        num_processors: streaming multiprocessors.
+    """
+    num_tiles = num_spans + num_tokens // FA3_TILE_TOKENS[head_dim]
+    num_items = max(num_tiles, min(num_tiles, FA3_TILES_WITH_HEADS) * num_heads)
+    return num_items * FA3_ITEM_BYTES + (num_processors + 1) * 4 + ALIGNMENT_BYTES
+
+
 @dataclass(frozen=True, slots=True)
 class Workspaces:
     """Bytes that FlashInfer's planners (`PrefillPlan`, `PrefillSM90Plan` of its scheduler.cuh) allot at most.
@@ -109,32 +121,28 @@ class Workspaces:
         Keys are split only while every item finds a place in two blocks on each multiprocessor, so their number is
         known beforehand, whatever the step.
         """
-        num_tokens = -(-self._max_split_items * FA2_TILE_ROWS // self._group)
+        num_tokens = -(-self._max_split_items * FA2_TILE_ROWS // self._gqa_ratio)
         return num_tokens * self.num_q_heads * (self.head_dim + 1) * 4 + ALIGNMENT_BYTES
 
     def int_bytes(self, kernel: Kernel) -> int:
         """The list of items, and indptr of rows and tokens."""
-        list_bytes = self._fa3_list_bytes if kernel == "fa3" else self._fa2_list_bytes
-        return list_bytes + ALIGNMENT_BYTES
+        if kernel == "fa3":
+            rows = (self.max_num_rows, self.max_num_tokens)
+            return fa3_list_bytes(*rows, self.num_q_heads, self.head_dim, self.num_processors)
+        return self._fa2_list_bytes + ALIGNMENT_BYTES
 
     @property
     def _fa2_list_bytes(self) -> int:
         """A tile is chosen that the mean row fills, or 128: a last tile for every row, and as many as full ones are."""
-        num_full = max(self.max_num_rows, self.max_num_tokens * self._group // FA2_TILE_ROWS)
+        num_full = max(self.max_num_rows, self.max_num_tokens * self._gqa_ratio // FA2_TILE_ROWS)
         num_items = max(self._max_split_items, self.max_num_rows + num_full)
-        num_split_tokens = self._max_split_items * FA2_TILE_ROWS // self._group
+        num_split_tokens = self._max_split_items * FA2_TILE_ROWS // self._gqa_ratio
         return num_items * FA2_ITEM_BYTES + (self.max_num_rows + num_split_tokens + 3) * 4
-
-    @property
-    def _fa3_list_bytes(self) -> int:
-        num_tiles = self.max_num_rows + self.max_num_tokens // FA3_TILE_TOKENS[self.head_dim]
-        num_items = max(num_tiles, min(num_tiles, FA3_TILES_WITH_HEADS) * self.num_q_heads)
-        return num_items * FA3_ITEM_BYTES + (self.num_processors + 1) * 4
 
     @property
     def _max_split_items(self) -> int:
         return 2 * self.num_processors // self.num_kv_heads
 
     @property
-    def _group(self) -> int:
+    def _gqa_ratio(self) -> int:
         return self.num_q_heads // self.num_kv_heads

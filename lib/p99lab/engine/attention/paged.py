@@ -20,7 +20,7 @@ from p99lab.engine.config import MAX_NUM_SEQS
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kernels import rotate_and_store
 from p99lab.engine.kv_pool import KVPool
-from p99lab.engine.plan import StepPlan
+from p99lab.engine.plan import StepPath, StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.rope import HeadNorms
 from p99lab.engine.staging import upload
@@ -70,7 +70,7 @@ class PagedAttention:
         self._slots = torch.empty(0, dtype=torch.int32, device=device)
         self._parts: list[Part] = []
 
-    def plan(self, step: StepPlan) -> None:
+    def plan(self, step: StepPlan) -> StepPath:
         """Plan one wrapper for the rows of each kind; the step's groups are not looked at."""
         self._wrappers.reverse()
         by_kernel = plan_paged(step, self._page_size)
@@ -80,6 +80,7 @@ class PagedAttention:
             self._plan_part(kernel, rows, tokens, pages)
             for (kernel, rows), tokens, pages in zip(by_kernel.items(), there[::2], there[1::2], strict=True)
         ]
+        return StepPath.EAGER
 
     def _plan_part(self, kernel: Kernel, rows: PagedRows, tokens: torch.Tensor, pages: torch.Tensor) -> Part:
         """`tokens`, `pages`: those of `rows`, on the device."""

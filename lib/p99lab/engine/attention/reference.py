@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from p99lab.engine.attention.softmax import Attended, attend, merge
 from p99lab.engine.kv_pool import KVPool
-from p99lab.engine.plan import StepPlan
+from p99lab.engine.plan import StepPath, StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.rope import HeadNorms, prepared
 
@@ -114,13 +114,14 @@ class ReferenceAttention:
         self._spans: list[Span] = []
         self._disjoint = True
 
-    def plan(self, step: StepPlan) -> None:
+    def plan(self, step: StepPlan) -> StepPath:
         """Work out slots and spans of a step, once for all layers."""
         ends = np.cumsum([row.num_scheduled_tokens for row in step.rows])
         self._slots = self._select(self._new_slots(step))
         self._spans = list(self._plan_spans(step, ends))
         covered = sum(_length(span.tokens) for span in self._spans)
         self._disjoint = covered == step.num_tokens
+        return StepPath.EAGER
 
     def attend(self, layer: int, heads: torch.Tensor, table: torch.Tensor, norms: HeadNorms | None) -> torch.Tensor:
         """See `LayerAttention`."""

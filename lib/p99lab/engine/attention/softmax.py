@@ -40,7 +40,7 @@ def attend_plain(
         scores.masked_fill_(hidden[None, :, None, None], -torch.inf)
     if key_mask is not None:
         scores.masked_fill_(~key_mask[:, None, None, None], -torch.inf)
-    lse = scores.logsumexp(-1)  # [B, T, kv_heads, group]
+    lse = scores.logsumexp(-1)  # [B, T, kv_heads, gqa_ratio]
     out = torch.einsum("btkgs,bskd->btkgd", (scores - lse[..., None]).exp(), v.float())
     return out.reshape(b, t, q_heads, dim).to(q.dtype), lse.reshape(b, t, q_heads)
 
@@ -56,20 +56,20 @@ def attend_fused_cpu(
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     b, t, q_heads, dim = q.shape
     kv_heads = k.shape[2]
-    group = q_heads // kv_heads
-    grouped = q.view(b, t, kv_heads, group, dim)
+    gqa_ratio = q_heads // kv_heads
+    grouped = q.view(b, t, kv_heads, gqa_ratio, dim)
     if causal:
-        heads = grouped[0].permute(1, 2, 0, 3)  # [kv_heads, group, T, dim]
-        keys, values = (x[0].transpose(0, 1)[:, None].expand(-1, group, -1, -1) for x in (k, v))
+        heads = grouped[0].permute(1, 2, 0, 3)  # [kv_heads, gqa_ratio, T, dim]
+        keys, values = (x[0].transpose(0, 1)[:, None].expand(-1, gqa_ratio, -1, -1) for x in (k, v))
         out, lse = kernel(heads, keys, values, is_causal=True)
         return out.permute(2, 0, 1, 3).reshape(1, t, q_heads, dim), lse.permute(2, 0, 1).reshape(1, t, q_heads)
-    folded = grouped.transpose(1, 2).reshape(b, kv_heads, t * group, dim)
+    folded = grouped.transpose(1, 2).reshape(b, kv_heads, t * gqa_ratio, dim)
     bias = None
     if key_mask is not None:
         bias = torch.zeros(key_mask.shape, dtype=q.dtype).masked_fill_(~key_mask, -torch.inf)[:, None, None]
     out, lse = kernel(folded, k.transpose(1, 2), v.transpose(1, 2), attn_mask=bias)
-    out = out.reshape(b, kv_heads, t, group, dim).transpose(1, 2).reshape(b, t, q_heads, dim)
-    return out, lse.reshape(b, kv_heads, t, group).transpose(1, 2).reshape(b, t, q_heads)
+    out = out.reshape(b, kv_heads, t, gqa_ratio, dim).transpose(1, 2).reshape(b, t, q_heads, dim)
+    return out, lse.reshape(b, kv_heads, t, gqa_ratio).transpose(1, 2).reshape(b, t, q_heads)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, more_out: torch.Tensor, more_lse: torch.Tensor) -> Attended:

@@ -7,13 +7,13 @@ A span is a set of query tokens that all see the same run of consecutive pool sl
 
 Page tables are cut where their pages are not consecutive. Three kernels share the spans, by how many tokens they have:
 
-    spans     those with prompt tokens, or with many: a prefill kernel. Long ones are cut into segments
-    runs      those of a few one-token rows: a decode kernel. All together are dealt to lanes of equal length
-    private   of a one-token row the short rest, if it lies in one piece: the kernel that merges takes it along
+    spans          those with prompt tokens, or with many: a prefill kernel. Long ones are cut into segments
+    decode spans   those of a few one-token rows: a decode kernel. All together are dealt to lanes of equal length
+    private        of a one-token row the short rest, if it lies in one run of pages: the kernel that merges takes it
 
-Each span, or item of a run, computes a partial result for each of its tokens; the partial results of a token are merged
-by log-sum-exp. What rows of several tokens see of their own new tokens is causal and comes apart from that, straight
-from the step's keys and values.
+Each segment of a span, and each item of a decode span, computes a partial result for each of its tokens; the partial
+results of a token are merged by log-sum-exp. What rows of several tokens see of their own new tokens is causal and
+comes apart from that, straight from the step's keys and values.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ SegmentTokens = Callable[[Sequence[tuple[int, int]]], int]
 class SpanPlan:
     """Index arrays of one step of T tokens, all int32.
 
-    Partial results are rows: first those of the spans, then those of the runs' items, M in all, then one for each of
-    the step's tokens (M + t is the causal part of token t; only tokens of rows with several have one).
+    Partial results are rows: first those of the spans, then those of the decode spans' items, M in all, then one for
+    each of the step's tokens (M + t is the causal part of token t; only tokens of rows with several have one).
     """
 
     tokens: IntArray  # [M], the token that each partial row belongs to
     span_indptr: IntArray  # [B + 1], partial rows of each span, from 0 on
     key_starts: IntArray  # [B], slot of each span's first key
     num_keys: IntArray  # [B], at least 1
-    items: IntArray  # [N, 4] of the runs, see `Lanes`
+    items: IntArray  # [N, 4] of the decode spans, see `Lanes`
     lane_indptr: IntArray  # [L + 1]
     causal_indptr: IntArray  # [C + 1], tokens of each causal stretch, from 0 to at most T
     causal_lens: IntArray  # [C], keys of each: all its tokens, or 0 where rows of one token lie between
@@ -79,26 +79,31 @@ class Split:
     """How spans are shared out and cut."""
 
     segment_tokens: SegmentTokens
-    max_run_tokens: int = 0  # one-token rows of a run; spans of more are not runs
+    max_decode_tokens: int = 0  # one-token rows of a decode span at most
     num_lanes: int = 1
+
+
+def max_partials(num_tokens: int) -> int:
+    """Partial results of spans that a step of so many tokens has at most, see `plan_spans`."""
+    return max(LEAST_PARTIALS, PARTIALS_PER_TOKEN * num_tokens)
 
 
 def plan_spans(step: StepPlan, page_size: int, split: Split) -> SpanPlan | None:
     """The spans of a step. Groups and rows are as `StepPlan` has them.
 
-    None: page tables lie in so many pieces that there would be more partial results than there is memory for.
+    None: page tables lie in so many pieces that there would be more partial results than `max_partials`.
     """
     lengths = np.array([len(row.token_ids) for row in step.rows], np.int32)
     ends = np.cumsum(lengths, dtype=np.int32)
     private, private_starts, private_lens = _private(step, page_size, ends)
-    spans, runs = _parted([*_shared(step, page_size, ends), *private], lengths, split.max_run_tokens)
+    spans, decode_spans = _parted([*_shared(step, page_size, ends), *private], lengths, split.max_decode_tokens)
     spans = _cut(spans, split.segment_tokens([(len(span.tokens), span.num_keys) for span in spans]) if spans else 0)
     span_indptr = _indptr([len(span.tokens) for span in spans])
-    num_partials = int(span_indptr[-1]) + sum(len(run.tokens) for run in runs)  # and a few more where lanes meet
-    if num_partials > max(LEAST_PARTIALS, PARTIALS_PER_TOKEN * int(lengths.sum())):
+    num_partials = int(span_indptr[-1]) + sum(len(span.tokens) for span in decode_spans)  # lanes meet: a few more
+    if num_partials > max_partials(int(lengths.sum())):
         return None
-    lanes = _dealt(runs, split.num_lanes, int(span_indptr[-1]))
-    tokens = [*(span.tokens for span in spans), *(runs[run].tokens for run in lanes.runs)]
+    lanes = _dealt(decode_spans, split.num_lanes, int(span_indptr[-1]))
+    tokens = [*(span.tokens for span in spans), *(decode_spans[index].tokens for index in lanes.spans)]
     all_tokens = np.concatenate([np.empty(0, np.int32), *tokens])
     causal_indptr, causal_lens = _causal(lengths, ends)
     causal_tokens = np.flatnonzero(np.repeat(lengths > 1, lengths)).astype(np.int32)
@@ -178,18 +183,18 @@ def _runs(tokens: IntArray, pages: IntArray, num_keys: int, page_size: int) -> I
         yield Span(tokens, int(pages[first]) * page_size, min(last * page_size, num_keys) - first * page_size)
 
 
-def _parted(spans: list[Span], lengths: IntArray, max_run_tokens: int) -> tuple[list[Span], list[Span]]:
-    """Spans that stay such, and runs."""
+def _parted(spans: list[Span], lengths: IntArray, max_decode_tokens: int) -> tuple[list[Span], list[Span]]:
+    """Spans that stay such, and decode spans."""
     is_decode = np.repeat(lengths == 1, lengths)
-    few = [len(span.tokens) <= max_run_tokens and bool(is_decode[span.tokens].all()) for span in spans]
-    runs = [span for span, is_run in zip(spans, few, strict=True) if is_run]
-    return [span for span, is_run in zip(spans, few, strict=True) if not is_run], runs
+    few = [len(span.tokens) <= max_decode_tokens and bool(is_decode[span.tokens].all()) for span in spans]
+    decode_spans = [span for span, is_few in zip(spans, few, strict=True) if is_few]
+    return [span for span, is_few in zip(spans, few, strict=True) if not is_few], decode_spans
 
 
-def _dealt(runs: list[Span], num_lanes: int, first_partial: int) -> Lanes:
-    num_rows = np.array([len(run.tokens) for run in runs], np.int32)
-    key_starts = np.array([run.key_start for run in runs], np.int32)
-    num_keys = np.array([run.num_keys for run in runs], np.int32)
+def _dealt(spans: list[Span], num_lanes: int, first_partial: int) -> Lanes:
+    num_rows = np.array([len(span.tokens) for span in spans], np.int32)
+    key_starts = np.array([span.key_start for span in spans], np.int32)
+    num_keys = np.array([span.num_keys for span in spans], np.int32)
     return deal(num_rows, key_starts, num_keys, num_lanes, first_partial)
 
 

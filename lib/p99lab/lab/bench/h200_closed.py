@@ -52,16 +52,17 @@ class Stretch:
     @property
     def idle_share(self) -> float:
         """Of the time, that in which the device (where it has no clock, the engine) had no step."""
-        busy_s = self._spent_s("device_s") or self._spent_s("busy_s")
+        busy_s = self.spent("device_s") or self.spent("busy_s")
         return max(0.0, 1.0 - busy_s / self.wall_s)
 
     def host_s(self, part: str) -> float:
         """A step's share of what the host did, see `StepTimes`; `rest`: clients, and whatever is no part."""
         if part == "rest":
             return self.wall_s / self.num_steps - sum(self.host_s(each) for each in PARTS)
-        return self._spent_s(f"{part}_s") / self.num_steps
+        return self.spent(f"{part}_s") / self.num_steps
 
-    def _spent_s(self, name: str) -> float:
+    def spent(self, name: str) -> float:
+        """By how much a counter of `EngineStats` has grown."""
         return float(getattr(self.after, name) - getattr(self.before, name))
 
 
@@ -144,6 +145,8 @@ def rows(bench: H200Bench, found: Stretch, floor_s: float) -> Iterator[BenchRow]
     for part in (*PARTS, "rest"):
         yield BenchRow(f"closed-idle: host, {part}, a step", 1e3 * found.host_s(part), "ms", n=n)
     yield BenchRow("closed-idle: tokens, a step", found.num_tokens / n, "tokens", n=n)
+    for what, name in (("replayed from a graph", "num_graph_steps"), ("left to slower kernels", "num_fallback_steps")):
+        yield BenchRow(f"closed-idle: steps {what}", 100 * found.spent(name) / n, "%", n=n)
     e2e_s = found.e2e_s
     if len(e2e_s) == 0:
         return

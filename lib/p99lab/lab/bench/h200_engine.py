@@ -69,8 +69,7 @@ class Ours:
     def questions(self) -> list[float]:
         """Seconds of the steps that answer one question per request with its first token, repeat by repeat.
 
-        As the engine counts its steps: copies of shared pages and the first launch are in it, which the device's own
-        clock leaves out.
+        As the engine counts its steps: the first launch is in it, which the device's own clock leaves out.
         """
         seconds = []
         for _ in range(self._bench.repeats + 1):

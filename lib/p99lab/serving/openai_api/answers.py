@@ -1,6 +1,6 @@
 """How events become an HTTP answer, whole or as a stream, and what ends one early.
 
-A streamed chunk is built once per event, and only where there is text to show or an end to tell: a client that takes
+A streamed chunk is built once per event, and only where there is text to show or an end: a client that takes
 chunks for tokens then times what its reader sees. Tokens that show nothing (half a character, the beginning of a
 possible stop string) come with the next chunk, their log-probabilities too. A client that asks for token ids gets a
 chunk for each of those as well.
@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from p99lab.errors import P99labError
-from p99lab.serving.openai_api.choices import Asked, Choice, Piece, usage
+from p99lab.serving.openai_api.choices import Choice, ChoiceRequest, Piece, usage
 from p99lab.serving.openai_api.errors import ApiError, api_error, shutting_down
 from p99lab.serving.openai_api.service import Service
 
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"))
 
 
-class HungUpError(Exception):
+class ClientDisconnectedError(Exception):
     """The client has gone: nobody reads an answer."""
 
 
@@ -62,7 +62,7 @@ class Job:
 
     service: Service
     path: str
-    asked: list[Asked]  # prompt by prompt, `num_per_prompt` of each
+    requests: list[ChoiceRequest]  # prompt by prompt, `num_per_prompt` of each
     num_per_prompt: int
     shape: Shape
     arrival_s: float  # on the engine's clock
@@ -73,7 +73,7 @@ class Job:
     created: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.choices = [Choice(index, asked) for index, asked in enumerate(self.asked)]
+        self.choices = [Choice(index, request) for index, request in enumerate(self.requests)]
         self.id = f"{self.shape.prefix}-{uuid.uuid4().hex}"
         self.created = int(time.time())
 
@@ -83,7 +83,7 @@ class Job:
         Raises:
             P99labError, ApiError: any of its choices has failed.
         """
-        async with aclosing(self.service.events(self.asked, self.arrival_s)) as events:
+        async with aclosing(self.service.events(self.requests, self.arrival_s)) as events:
             async for index, event in events:
                 self.choices[index].add(event)
         written = [self.shape.whole(choice.take()) for choice in self.choices]
@@ -91,7 +91,7 @@ class Job:
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises as `whole`; what fails before the first token, before any event."""
-        async with aclosing(self.service.events(self.asked, self.arrival_s)) as events:
+        async with aclosing(self.service.events(self.requests, self.arrival_s)) as events:
             async for index, event in events:
                 choice = self.choices[index]
                 if not choice.began and (opening := self.shape.opening(index)) is not None:
@@ -103,9 +103,9 @@ class Job:
             yield self._chunk([], usage(self.choices, self.num_per_prompt))
         yield sse(b"[DONE]")
 
-    def _chunk(self, choices: list[Json], bill: Json | None = None) -> bytes:
+    def _chunk(self, choices: list[Json], final_usage: Json | None = None) -> bytes:
         """Where usage is asked for, each chunk has it: null until the last."""
-        extra = {"usage": bill} if self.include_usage else {}
+        extra = {"usage": final_usage} if self.include_usage else {}
         return sse(self._dump(self.shape.chunk_name, choices, **extra))
 
     def _dump(self, name: str, choices: list[Json], **extra: Any) -> bytes:
@@ -118,7 +118,7 @@ def sse(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"
 
 
-class Answer(Response):
+class GenerationResponse(Response):
     """Runs a job when it is sent, and no longer than its client listens."""
 
     def __init__(self, job: Job) -> None:
@@ -131,12 +131,11 @@ class Answer(Response):
         work = self._stream(send) if self._job.streams else self._job.whole()
         try:
             body = await unless_ended(receive, service.closing, work)
-        except HungUpError:
+        except ClientDisconnectedError:
             service.metrics.count(path, "hung_up")
         except (ApiError, P99labError) as error:
             if not self._begun:
-                raise  # to be told with a status of its own
-            service.note(error)
+                raise  # it gets a status of its own
             service.metrics.count(path, "failed")
             await _send(send, sse(api_error(error).body()), more=False)
         else:
@@ -164,23 +163,23 @@ async def unless_ended(receive: Receive, closing: asyncio.Event, work: Coroutine
     The request's body must have been read: what `receive` gives then is the end of the connection.
 
     Raises:
-        HungUpError: the client has gone.
+        ClientDisconnectedError: the client has gone.
         ApiError: 503, the server is closing.
     """
     working = asyncio.create_task(work)
-    leaving, ending = asyncio.create_task(_hung_up(receive)), asyncio.create_task(closing.wait())
+    leaving, ending = asyncio.create_task(_disconnected(receive)), asyncio.create_task(closing.wait())
     tasks: tuple[asyncio.Task[Any], ...] = (working, leaving, ending)
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise HungUpError if leaving.done() else shutting_down()
+        raise ClientDisconnectedError if leaving.done() else shutting_down()
     finally:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _hung_up(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from p99lab.errors import P99labError
 from p99lab.serving.openai_api import chat, completions
-from p99lab.serving.openai_api.answers import Answer, Job, Json
+from p99lab.serving.openai_api.answers import GenerationResponse, Job, Json
 from p99lab.serving.openai_api.errors import ApiError, api_error, shutting_down
 from p99lab.serving.openai_api.fields import Body, parse_body
 from p99lab.serving.openai_api.service import Service
@@ -25,7 +25,7 @@ from p99lab.serving.options import OWNER
 
 MAX_BODY_BYTES = 32 << 20  # 128K-token prompts as ids, 32 of them
 HEALTH = "/health"
-HUNG_UP = 499  # nginx's word; nobody reads it
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 
 
 def make_app(service: Service) -> FastAPI:
@@ -40,11 +40,11 @@ def make_app(service: Service) -> FastAPI:
     app = FastAPI(title="p99lab", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Gate, service=service)
     for kind in (ApiError, P99labError, HTTPException, RequestValidationError, ClientDisconnect, Exception):
-        app.add_exception_handler(kind, _teller(service))
+        app.add_exception_handler(kind, _error_handler(service))
 
     async def health(request: Request) -> Response:
-        problem = "the server is shutting down" if service.draining else service.failure
-        return _json({"status": problem or "ok", **which}, 503 if problem else 200, headers)
+        problem = "the server is shutting down" if service.draining else service.engine.failure
+        return _json({"status": str(problem or "ok"), **which}, 503 if problem else 200, headers)
 
     async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(service.metrics.render)  # it asks the engine, which may be elsewhere
@@ -72,7 +72,7 @@ def _answering(
     async def answer(request: Request) -> Response:
         body = await _read(request)
         arrival_s = service.engine.clock()
-        return Answer(await prepare(service, parse_body(body), arrival_s))
+        return GenerationResponse(await prepare(service, parse_body(body), arrival_s))
 
     return answer
 
@@ -93,19 +93,18 @@ async def _read(request: Request) -> bytes:
     return b"".join(parts)
 
 
-def _teller(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Tells clients of errors, and counts them."""
+def _error_handler(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Answers requests that have failed, and counts them."""
 
-    async def tell(request: Request, error: Exception) -> Response:
+    async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
             _count(service, request.url.path, "hung_up")
-            return Response(status_code=HUNG_UP)
-        service.note(error)
-        told = api_error(error)
-        _count(service, request.url.path, _outcome(told.status))
-        return told.response()
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        problem = api_error(error)
+        _count(service, request.url.path, _outcome(problem.status))
+        return problem.response()
 
-    return tell
+    return handle
 
 
 def _outcome(status: int) -> str:

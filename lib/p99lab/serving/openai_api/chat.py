@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from p99lab.serving.openai_api.answers import Job, Json
-from p99lab.serving.openai_api.choices import Asked, Piece
+from p99lab.serving.openai_api.choices import ChoiceRequest, Piece
 from p99lab.serving.openai_api.errors import ApiError
 from p99lab.serving.openai_api.fields import Body, ChatFields, parse_fields, parse_messages
 from p99lab.serving.openai_api.logprobs import TokenTexts, chat_logprobs
@@ -55,9 +55,11 @@ async def prepare(service: Service, body: Body, arrival_s: float) -> Job:
     max_tokens = fields.max_completion_tokens or fields.max_tokens or max(service.context_len - len(token_ids), 1)
     service.require_room(len(token_ids), max_tokens, "messages")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    asked = [
-        Asked(token_ids, fields.sampling(number, max_tokens, logprobs), tells_ids=fields.return_token_ids)
+    requests = [
+        ChoiceRequest(
+            token_ids, fields.sampling(number, max_tokens, logprobs), return_token_ids=fields.return_token_ids
+        )
         for number in range(fields.n)
     ]
     shape = ChatShape(service.token_texts, fields.logprobs)
-    return Job(service, PATH, asked, fields.n, shape, arrival_s, fields.stream, fields.stream_options.include_usage)
+    return Job(service, PATH, requests, fields.n, shape, arrival_s, fields.stream, fields.stream_options.include_usage)

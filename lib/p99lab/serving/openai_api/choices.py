@@ -1,4 +1,4 @@
-"""One answer as it grows, and the bill of all answers of a request."""
+"""One answer as it grows, and the usage of all answers of a request."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from p99lab.engine.request import FinishReason, IntArray, Logprobs, SamplingPara
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChoiceRequest:
     """What one choice asks of the engine. `echo`: the prompt's text, where the answer begins with it.
 
-    `tells_ids`: the answer's token ids are wanted, as they come. `discards_token`: the engine samples at least one
+    `return_token_ids`: the answer's are wanted, as they come. `discards_token`: the engine samples at least one
     token, and the request has asked for none.
     """
 
     token_ids: IntArray  # [num_prompt_tokens]
     sampling: SamplingParams
     echo: str | None = None
-    tells_ids: bool = False
+    return_token_ids: bool = False
     discards_token: bool = False
 
 
@@ -57,7 +57,7 @@ class Choice:
     """
 
     index: int
-    asked: Asked
+    request: ChoiceRequest
     began: bool = False
     usage: Usage | None = None
     _text: str = ""
@@ -69,36 +69,36 @@ class Choice:
         if not self.began:
             self.began = True
             self._echo(event)
-        if not self.asked.discards_token:
+        if not self.request.discards_token:
             self._text += event.text
             if event.logprobs is not None and event.token_id is not None:
                 self._scored.append(Scored(event.token_id, event.logprobs))
-            if self.asked.tells_ids and event.token_id is not None:
+            if self.request.return_token_ids and event.token_id is not None:
                 self._token_ids.append(event.token_id)
         if event.finish_reason is not None:
-            reason = FinishReason.LENGTH if self.asked.discards_token else event.finish_reason
+            reason = FinishReason.LENGTH if self.request.discards_token else event.finish_reason
             self._finish_reason, self.usage = reason.value, event.usage
 
     @property
     def has_news(self) -> bool:
-        """Whether there is text to show, a token to tell of, or the end."""
+        """Whether there is text, a token id or the end to write."""
         return bool(self._text or self._token_ids) or self._finish_reason is not None
 
     def take(self) -> Piece:
         """All that was not taken yet."""
-        token_ids = tuple(self._token_ids) if self.asked.tells_ids else None
+        token_ids = tuple(self._token_ids) if self.request.return_token_ids else None
         piece = Piece(self.index, self._text, tuple(self._scored), self._finish_reason, token_ids)
         self._text, self._scored, self._token_ids = "", [], []
         return piece
 
     @property
     def num_output_tokens(self) -> int:
-        return 0 if self.usage is None or self.asked.discards_token else self.usage.num_output_tokens
+        return 0 if self.usage is None or self.request.discards_token else self.usage.num_output_tokens
 
     def _echo(self, first: TokenEvent) -> None:
-        if self.asked.echo is not None:
-            self._text = self.asked.echo
-            scores = zip(self.asked.token_ids.tolist(), first.prompt_logprobs or (), strict=False)
+        if self.request.echo is not None:
+            self._text = self.request.echo
+            scores = zip(self.request.token_ids.tolist(), first.prompt_logprobs or (), strict=False)
             self._scored = [Scored(token_id, logprobs) for token_id, logprobs in scores]
 
 
@@ -110,13 +110,13 @@ def usage(choices: Sequence[Choice], num_per_prompt: int) -> dict[str, Any]:
     first = [choice.usage for choice in choices[::num_per_prompt] if choice.usage is not None]
     num_prompt_tokens = sum(one.num_prompt_tokens for one in first)
     num_output_tokens = sum(choice.num_output_tokens for choice in choices)
-    bill: dict[str, Any] = {
+    whole: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(one.num_cached_tokens for one in first)},
     }
-    return {**bill, "p99lab_timeline": _timeline(first[0].timeline)} if len(choices) == len(first) == 1 else bill
+    return {**whole, "p99lab_timeline": _timeline(first[0].timeline)} if len(choices) == len(first) == 1 else whole
 
 
 def _timeline(timeline: Timeline) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from p99lab.serving.openai_api.answers import Job, Json
-from p99lab.serving.openai_api.choices import Asked, Piece
+from p99lab.serving.openai_api.choices import ChoiceRequest, Piece
 from p99lab.serving.openai_api.errors import ApiError
 from p99lab.serving.openai_api.fields import Body, CompletionFields, RawPrompt, parse_fields, parse_prompts
 from p99lab.serving.openai_api.logprobs import TokenTexts, completion_logprobs
@@ -56,9 +56,9 @@ async def prepare(service: Service, body: Body, arrival_s: float) -> Job:
     service.require_model(fields.model)
     prompts = parse_prompts(content)
     _check(fields, len(prompts), service.max_choices)
-    asked = [one for prompt in prompts for one in await _asked(service, fields, prompt)]
+    requests = [one for prompt in prompts for one in await _requests(service, fields, prompt)]
     shape = CompletionShape(service.token_texts, fields.logprobs is not None)
-    return Job(service, PATH, asked, fields.n, shape, arrival_s, fields.stream, fields.stream_options.include_usage)
+    return Job(service, PATH, requests, fields.n, shape, arrival_s, fields.stream, fields.stream_options.include_usage)
 
 
 def _check(fields: CompletionFields, num_prompts: int, max_choices: int) -> None:
@@ -71,7 +71,7 @@ def _check(fields: CompletionFields, num_prompts: int, max_choices: int) -> None
         raise ApiError(400, problem, param="n" if num_prompts == 1 else "prompt")
 
 
-async def _asked(service: Service, fields: CompletionFields, prompt: RawPrompt) -> list[Asked]:
+async def _requests(service: Service, fields: CompletionFields, prompt: RawPrompt) -> list[ChoiceRequest]:
     """All choices of one prompt."""
     token_ids = await service.encode(prompt, "prompt")
     max_tokens = max(fields.max_tokens, 1)  # the engine samples at least one
@@ -81,11 +81,11 @@ async def _asked(service: Service, fields: CompletionFields, prompt: RawPrompt) 
         echo = prompt if isinstance(prompt, str) else service.engine.tokenizer.decode(token_ids)
     prompt_logprobs = fields.logprobs if fields.echo else None
     return [
-        Asked(
+        ChoiceRequest(
             token_ids,
             fields.sampling(number, max_tokens, fields.logprobs, prompt_logprobs),
             echo,
-            tells_ids=fields.return_token_ids,
+            return_token_ids=fields.return_token_ids,
             discards_token=fields.max_tokens == 0,
         )
         for number in range(fields.n)

@@ -13,10 +13,10 @@ import numpy as np
 from p99lab.engine.events import TokenEvent
 from p99lab.engine.prompts import Prompt
 from p99lab.engine.request import FinishReason, IntArray
-from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError, did_you_mean
+from p99lab.errors import BadParameterError, did_you_mean
+from p99lab.serving.engine_client import EngineClient
 from p99lab.serving.metrics import Metrics
-from p99lab.serving.offered import OfferedEngine
-from p99lab.serving.openai_api.choices import Asked
+from p99lab.serving.openai_api.choices import ChoiceRequest
 from p99lab.serving.openai_api.errors import ApiError
 from p99lab.serving.openai_api.fields import MAX_CHOICES, RawPrompt
 from p99lab.serving.openai_api.logprobs import TokenTexts
@@ -25,14 +25,14 @@ SHORT_TEXT = 1000  # characters that are tokenised at once; a longer text goes t
 
 
 class Service:
-    """One engine, offered as `model`. The engine is the caller's, who closes it after the server has ended.
+    """One engine, served as `model`. The engine is the caller's, who closes it after the server has ended.
 
     `draining`: no new requests. `closing`: set when those that still run are to be given up. `gateway`: the number of
     the process, where clients reach others at the same address; None: there are none.
     """
 
     def __init__(
-        self, engine: OfferedEngine, model: str, api_key: str | None = None, gateway: int | None = None
+        self, engine: EngineClient, model: str, api_key: str | None = None, gateway: int | None = None
     ) -> None:
         self.engine = engine
         self.model = model
@@ -42,7 +42,6 @@ class Service:
         self.metrics = Metrics(engine, {} if gateway is None else {"gateway": str(gateway)})
         self.token_texts = TokenTexts(engine.tokenizer)
         self.context_len = context_len(engine)
-        self.failure: str | None = None
         self.draining = False
         self.closing = asyncio.Event()
         self._num_in_flight = 0
@@ -63,11 +62,6 @@ class Service:
 
     async def wait_until_idle(self) -> None:
         await self._idle.wait()
-
-    def note(self, error: Exception) -> None:
-        """Remember an error after which the engine answers nobody any more."""
-        if isinstance(error, EngineFailedError | EngineClosedError):
-            self.failure = str(error)
 
     def require_model(self, model: str) -> None:
         """
@@ -106,20 +100,22 @@ class Service:
             problem = f"{wanted} exceed this model's context of {self.context_len}"
             raise ApiError(400, problem, param=param, code="context_length_exceeded")
 
-    async def events(self, asked: Sequence[Asked], arrival_s: float) -> AsyncGenerator[tuple[int, TokenEvent], None]:
+    async def events(
+        self, requests: Sequence[ChoiceRequest], arrival_s: float
+    ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """The events of all choices as they come, each with its choice's number. Leaving early cancels all of them.
 
         Raises:
             P99labError: what `Engine.stream` raises for any of them; the others are cancelled.
         """
-        streams = [self._choice(one, arrival_s) for one in asked]
+        streams = [self._choice(one, arrival_s) for one in requests]
         async with aclosing(_merged(streams) if len(streams) > 1 else _numbered(streams[0])) as events:
             async for event in events:
                 yield event
 
-    async def _choice(self, asked: Asked, arrival_s: float) -> AsyncGenerator[TokenEvent, None]:
-        watch = self.metrics.watch(len(asked.token_ids), arrival_s)
-        async with aclosing(self.engine.stream(asked.token_ids, asked.sampling, arrival_s=arrival_s)) as events:
+    async def _choice(self, request: ChoiceRequest, arrival_s: float) -> AsyncGenerator[TokenEvent, None]:
+        watch = self.metrics.watch(len(request.token_ids), arrival_s)
+        async with aclosing(self.engine.stream(request.token_ids, request.sampling, arrival_s=arrival_s)) as events:
             async for event in events:
                 if event.finish_reason is FinishReason.CANCELLED:  # by the engine's owner, behind the server's back
                     raise ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
@@ -127,7 +123,7 @@ class Service:
                 yield event
 
 
-def context_len(engine: OfferedEngine) -> int:
+def context_len(engine: EngineClient) -> int:
     """The longest prompt and answer together that the model has positions and the pool has pages for."""
     stats = engine.stats()
     num_pages = stats.num_free_pages + stats.num_cached_pages + stats.num_active_pages

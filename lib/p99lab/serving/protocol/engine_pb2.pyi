@@ -94,7 +94,7 @@ class Sampling(_message.Message):
     def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., seed: _Optional[str] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class FromEngine(_message.Message):
-    __slots__ = ("numbers", "token_ids", "times_s", "scored", "ends", "refusals", "config")
+    __slots__ = ("numbers", "token_ids", "times_s", "scored", "ends", "refusals", "config", "failure")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TIMES_S_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,7 @@ class FromEngine(_message.Message):
     ENDS_FIELD_NUMBER: _ClassVar[int]
     REFUSALS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     times_s: _containers.RepeatedScalarFieldContainer[float]
@@ -109,7 +110,8 @@ class FromEngine(_message.Message):
     ends: _containers.RepeatedCompositeFieldContainer[End]
     refusals: _containers.RepeatedCompositeFieldContainer[Refusal]
     config: bytes
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., times_s: _Optional[_Iterable[float]] = ..., scored: _Optional[_Iterable[_Union[Scored, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[End, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., config: _Optional[bytes] = ...) -> None: ...
+    failure: Error
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., times_s: _Optional[_Iterable[float]] = ..., scored: _Optional[_Iterable[_Union[Scored, _Mapping]]] = ..., ends: _Optional[_Iterable[_Union[End, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[Refusal, _Mapping]]] = ..., config: _Optional[bytes] = ..., failure: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
 
 class Scored(_message.Message):
     __slots__ = ("index", "token", "prompt")
@@ -184,11 +186,17 @@ class Timeline(_message.Message):
     def __init__(self, arrival_s: _Optional[float] = ..., accounted_s: _Optional[float] = ..., admitted_s: _Optional[float] = ..., first_token_s: _Optional[float] = ..., finished_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., stalled_s: _Optional[float] = ..., scheduling_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("number", "problem", "message")
+    __slots__ = ("number", "error")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    error: Error
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[_Union[Error, _Mapping]] = ...) -> None: ...
+
+class Error(_message.Message):
+    __slots__ = ("problem", "message")
     PROBLEM_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
-    number: int
     problem: Problem
     message: str
-    def __init__(self, number: _Optional[int] = ..., problem: _Optional[_Union[Problem, str]] = ..., message: _Optional[str] = ...) -> None: ...
+    def __init__(self, problem: _Optional[_Union[Problem, str]] = ..., message: _Optional[str] = ...) -> None: ...

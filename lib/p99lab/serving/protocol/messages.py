@@ -32,20 +32,20 @@ _REASONS = MappingProxyType(
     }
 )
 _FINISH_REASONS = MappingProxyType({reason: own for own, reason in _REASONS.items()})
-_PROBLEMS: Mapping[type[Exception], pb.Problem] = MappingProxyType(
+_ERRORS: Mapping[pb.Problem, type[P99labError]] = MappingProxyType(
     {
-        BadParameterError: pb.PROBLEM_BAD_PARAMETER,
-        QueueFullError: pb.PROBLEM_QUEUE_FULL,
-        EngineClosedError: pb.PROBLEM_ENGINE_CLOSED,
-        EngineFailedError: pb.PROBLEM_ENGINE_FAILED,
+        pb.PROBLEM_BAD_PARAMETER: BadParameterError,
+        pb.PROBLEM_QUEUE_FULL: QueueFullError,
+        pb.PROBLEM_ENGINE_CLOSED: EngineClosedError,
+        pb.PROBLEM_ENGINE_FAILED: EngineFailedError,
     }
 )
+_PROBLEMS: Mapping[type[Exception], pb.Problem] = MappingProxyType({kind: own for own, kind in _ERRORS.items()})
 _TIMES = tuple(field.name for field in fields(Timeline))
-_ERRORS = MappingProxyType({problem: kind for kind, problem in _PROBLEMS.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class EngineRequest:
     """A request as it goes to the engine; `token_ids` are [num_prompt_tokens] int32, read-only where they were sent."""
 
     number: int
@@ -57,12 +57,12 @@ class Wanted:
     deadline_s: float | None = None
 
 
-def write_add(wanted: Wanted) -> pb.FromGateway:
+def write_add(request: EngineRequest) -> pb.FromGateway:
     """
     Raises:
         BadParameterError: a number that no field can hold.
     """
-    sampling = wanted.sampling
+    sampling = request.sampling
     try:
         asked = pb.Sampling(
             max_tokens=sampling.max_tokens,
@@ -77,20 +77,20 @@ def write_add(wanted: Wanted) -> pb.FromGateway:
             prompt_logprobs=sampling.prompt_logprobs,
         )
         add = pb.Add(
-            number=wanted.number,
-            request_id=wanted.request_id,
-            token_ids=wanted.token_ids.astype(WIRE_IDS, copy=False).tobytes(),
+            number=request.number,
+            request_id=request.request_id,
+            token_ids=request.token_ids.astype(WIRE_IDS, copy=False).tobytes(),
             sampling=asked,
-            priority=wanted.priority,
-            deadline_s=wanted.deadline_s,
-            arrival_s=wanted.arrival_s,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+            arrival_s=request.arrival_s,
         )
     except ValueError as error:
         raise BadParameterError(f"a request's number is out of range: {error}") from None
     return pb.FromGateway(add=add)
 
 
-def read_add(add: pb.Add) -> Wanted:
+def read_add(add: pb.Add) -> EngineRequest:
     """
     Raises:
         BadParameterError: sampling parameters out of range.
@@ -108,7 +108,7 @@ def read_add(add: pb.Add) -> Wanted:
         logprobs=asked.logprobs if asked.HasField("logprobs") else None,
         prompt_logprobs=asked.prompt_logprobs if asked.HasField("prompt_logprobs") else None,
     )
-    return Wanted(
+    return EngineRequest(
         add.number,
         np.frombuffer(add.token_ids, WIRE_IDS),
         sampling,
@@ -123,20 +123,23 @@ def write_cancel(number: int) -> pb.FromGateway:
     return pb.FromGateway(cancel=number)
 
 
-def write_events(told: Sequence[Numbered], config: bytes | None = None) -> pb.FromEngine:
+def write_events(
+    items: Sequence[Numbered], config: bytes | None = None, failure: Exception | None = None
+) -> pb.FromEngine:
     """All that one step has made known, in one message. The texts of events are left out."""
-    tokens = [(number, item) for number, item in told if isinstance(item, TokenEvent) and item.token_id is not None]
+    tokens = [(number, item) for number, item in items if isinstance(item, TokenEvent) and item.token_id is not None]
     message = pb.FromEngine(
         numbers=[number for number, _ in tokens],
         token_ids=[event.token_id for _, event in tokens if event.token_id is not None],
         times_s=[event.time_s for _, event in tokens],
         config=config,
+        failure=None if failure is None else _error(failure),
     )
     message.scored.extend(_scored(event for _, event in tokens))
     at_token = -1
-    for number, item in told:
+    for number, item in items:
         if isinstance(item, Exception):
-            message.refusals.append(_refusal(number, item))
+            message.refusals.append(pb.Refusal(number=number, error=_error(item)))
             continue
         at_token += item.token_id is not None
         if item.finish_reason is not None:
@@ -158,7 +161,12 @@ def read_events(message: pb.FromEngine) -> Iterator[Numbered]:
         if not end.HasField("at_token"):
             yield end.number, _ended(TokenEvent("", None, "", end.time_s), end)
     for refusal in message.refusals:
-        yield refusal.number, _ERRORS.get(refusal.problem, P99labError)(refusal.message)
+        yield refusal.number, read_error(refusal.error)
+
+
+def read_error(error: pb.Error) -> P99labError:
+    """The error as it was; of one that has no class of its own here, only its message."""
+    return _ERRORS.get(error.problem, P99labError)(error.message)
 
 
 def _scored(events: Iterable[TokenEvent]) -> Iterator[pb.Scored]:
@@ -197,7 +205,7 @@ def _rows(scores: pb.Scores) -> list[Logprobs]:
 
 def _end(number: int, event: TokenEvent, at_token: int | None) -> pb.End:
     assert event.finish_reason is not None
-    assert event.usage is not None  # every last event has its bill
+    assert event.usage is not None  # every last event has it
     timeline = {name: getattr(event.usage.timeline, name) for name in _TIMES}
     usage = pb.Usage(
         num_prompt_tokens=event.usage.num_prompt_tokens,
@@ -210,10 +218,8 @@ def _end(number: int, event: TokenEvent, at_token: int | None) -> pb.End:
 
 
 def _ended(event: TokenEvent, end: pb.End) -> TokenEvent:
-    billed = end.usage
-    usage = Usage(
-        billed.num_prompt_tokens, billed.num_cached_tokens, billed.num_output_tokens, _timeline(billed.timeline)
-    )
+    sent = end.usage
+    usage = Usage(sent.num_prompt_tokens, sent.num_cached_tokens, sent.num_output_tokens, _timeline(sent.timeline))
     return replace(event, finish_reason=_FINISH_REASONS[end.reason], usage=usage)
 
 
@@ -225,7 +231,7 @@ def _timeline(sent: pb.Timeline) -> Timeline:
     return timeline
 
 
-def _refusal(number: int, error: Exception) -> pb.Refusal:
+def _error(error: Exception) -> pb.Error:
     problem = _PROBLEMS.get(type(error), pb.PROBLEM_INTERNAL)
     known = problem != pb.PROBLEM_INTERNAL or isinstance(error, P99labError)
-    return pb.Refusal(number=number, problem=problem, message=str(error) if known else "the engine has failed at it")
+    return pb.Error(problem=problem, message=str(error) if known else "the engine has failed at it")

@@ -1,4 +1,4 @@
-"""What a gateway is told by the process that starts it, and how it answers."""
+"""What a gateway is started with, and the line that it writes once it is up or has failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ READY = "ready"
 FAILED = "failed: "
 
 
-class GatewayOrder(StrictModel):
+class GatewayConfig(StrictModel):
     """`address`: of the engine's socket. `listening_fd`: an inherited socket on which clients are accepted. `gateway`:
     this one's number from 1, where several share that socket.
 

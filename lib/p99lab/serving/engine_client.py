@@ -1,4 +1,4 @@
-"""What a server needs of an engine, whether it runs in the server's process or in another."""
+"""What the HTTP layer needs of an engine, whether it runs in the same process or in another."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from p99lab.engine.prompts import Prompt
 from p99lab.engine.request import IntArray, SamplingParams
 from p99lab.engine.stats import EngineStats
 from p99lab.engine.tokenizer import Tokenizer
+from p99lab.errors import P99labError
 
 
-class OfferedEngine(Protocol):
+class EngineClient(Protocol):
     """`Engine` is one, `RemoteEngine` another. `config` follows the engine's `reconfigure`."""
 
     @property
@@ -25,6 +26,10 @@ class OfferedEngine(Protocol):
     def geometry(self) -> Geometry: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def failure(self) -> P99labError | None:
+        """Why no request is answered any more; None while the engine can be used. Never waits."""
+        ...
 
     def encode(self, prompt: Prompt) -> IntArray:
         """[num_prompt_tokens] int32; raises as `Engine.encode`."""

@@ -1,4 +1,4 @@
-"""What clients are told: each request's tokens in the order in which they come, and its end with its bill."""
+"""What clients get: each request's tokens in the order in which they come, and its end with its usage."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from p99lab.engine.events import NoText, OutputText, TokenEvent, Usage
+from p99lab.engine.events import TokenEvent, Usage
+from p99lab.engine.output_text import NoText, OutputText
 from p99lab.engine.plan import StepPlan
 from p99lab.engine.request import FinishReason, Request, TimeShare
-from p99lab.engine.scheduler import Change
+from p99lab.engine.scheduler_output import SampledToken
 from p99lab.engine.timekeeping import book_end
 
 LOGGER = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Outbox:
 
 
 @dataclass(frozen=True, slots=True)
-class Live:
+class LiveRequest:
     """A request between `add` and its last event."""
 
     request: Request
@@ -76,7 +77,7 @@ class LiveRequests:
     def __init__(self, outbox: Outbox, clock: Callable[[], float]) -> None:
         self._outbox = outbox
         self._clock = clock
-        self._live: dict[str, Live] = {}
+        self._live: dict[str, LiveRequest] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -90,37 +91,36 @@ class LiveRequests:
         return None if live is None else live.request
 
     def add(self, request: Request, text: OutputText | NoText, on_event: OnEvent | None) -> None:
-        self._live[request.request_id] = Live(request, text, on_event)
+        self._live[request.request_id] = LiveRequest(request, text, on_event)
 
-    def tell(self, change: Change, finish: Callable[[Request, FinishReason], None]) -> None:
+    def emit(self, sampled: SampledToken, finish: Callable[[Request, FinishReason], None]) -> None:
         """Turn a sampled token into an event, ending the request with `finish` where a stop string is complete."""
-        request = change.request
+        request = sampled.request
         live = self._live[request.request_id]
         now_s = self._clock()
         if request.timeline.first_token_s is None:
             request.timeline.first_token_s = now_s
-        hidden = request.finish_reason is FinishReason.STOP  # an end-of-sequence or stop id is no text
-        text = "" if hidden else live.text.push(change.token_id)
+        text = live.text.add(sampled.token_id, request.finish_reason)
         if live.text.stopped:
             finish(request, FinishReason.STOP)
         reason = FinishReason.STOP if live.text.stopped else request.finish_reason
-        event = TokenEvent(request.request_id, change.token_id, text, now_s, change.logprobs)
+        event = TokenEvent(request.request_id, sampled.token_id, text, now_s, sampled.logprobs)
         if request.num_output_tokens == 1 and request.prompt_logprobs:
             event = replace(event, prompt_logprobs=tuple(request.prompt_logprobs))
         if reason is None:
             self._outbox.post(live.on_event, event)
         else:
             request.timeline.book(TimeShare.SCHEDULING, now_s)
-            self._end(live, replace(event, text=text + live.text.flush()), reason)
+            self._end(live, event, reason)
 
     def abort(self, request: Request, reason: FinishReason, running: StepPlan | None) -> None:
-        """Tell a request's end outside a step, to its client alone. `running`: the step in flight meanwhile."""
+        """Emit a request's end outside a step, to its client alone. `running`: the step in flight meanwhile."""
         now_s = self._clock()
         book_end(request, running, now_s)
         self._end(self._live[request.request_id], TokenEvent(request.request_id, None, "", now_s), reason)
 
-    def _end(self, live: Live, event: TokenEvent, reason: FinishReason) -> None:
-        """Post a request's last event, with its bill."""
+    def _end(self, live: LiveRequest, event: TokenEvent, reason: FinishReason) -> None:
+        """Post a request's last event, with its usage."""
         request = live.request
         timeline = request.timeline
         timeline.finished_s = timeline.accounted_s

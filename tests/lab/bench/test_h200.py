@@ -124,7 +124,8 @@ def test_the_sizes_fit_the_context() -> None:
 def test_every_case_has_a_row_with_its_floor_and_vllm_beside_those_over_http(tmp_path: Path) -> None:
     vllm = VllmSpec(make_site(tmp_path / "site"), make_model(tmp_path / "model"))
     told: list[str] = []
-    rows = {row.name.split(":")[0]: row for row in reversed([*h200.rows(TINY, frozenset(CASES), vllm, told.append)])}
+    bench = TINY.model_copy(update={"compile_ways": ("own",)})  # compiling for a CPU takes half a minute
+    rows = {row.name.split(":")[0]: row for row in reversed([*h200.rows(bench, frozenset(CASES), vllm, told.append)])}
     for case in CASES:  # a case's own row is its first
         row = rows[case]
         assert row.floor is not None
@@ -141,7 +142,6 @@ def test_every_case_has_a_row_with_its_floor_and_vllm_beside_those_over_http(tmp
     assert rows["ttft-1"].n == 2
     assert rows["memory copy"].unit == "GB/s"
     assert rows["compile"].name == "compile: own, T = 2"
-    assert rows["compile"].peer == "default"
     assert rows["groups, 4 on 2 × 128"].detail
     assert "starting vLLM" in told
     assert not any("no site given" in line for line in told)

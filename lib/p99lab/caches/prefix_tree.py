@@ -87,7 +87,7 @@ class PrefixTree:
 
     Whoever is granted `min_run_pages` or more gets them in one run of consecutive pages, as far as no page in use is in
     the way: cached pages are moved out of it. Eviction frees pages here and there, and kernels for long prefixes want
-    them side by side; copying a page takes a thousandth of the time that computing it does.
+    them side by side; copying a page is cheap beside computing it.
     """
 
     def __init__(self, pool: PagePool, enabled: bool = True, min_run_pages: int = MIN_RUN_PAGES) -> None:
@@ -109,9 +109,10 @@ class PrefixTree:
         """
         num_wanted = num_tokens - 1 if max_cached_tokens is None else min(num_tokens - 1, max_cached_tokens)
         match = self._match(token_ids[:num_wanted] if self.enabled else NO_PAGES)
-        num_pages = self.pool.pages_for(num_tokens + num_later_tokens)
-        least = self.pool.pages_for(num_tokens)
-        grant = self._take(match, num_pages) or self._take(match, least)
+        least, most = (self.pool.pages_for(num) for num in (num_tokens, num_tokens + num_later_tokens))
+        grant = self._take(match, most)
+        if grant is None and least < most:
+            grant = self._take(match, least)
         if grant is None and match.source is not None:  # the source may be the very page that is missing
             grant = self._take(replace(match, source=None, num_tail_tokens=0), least)
         return grant

@@ -162,9 +162,6 @@ class Attentions:
         device, dtype = self._pool.k.device, self._pool.k.dtype
         if device.type != "cuda":
             return f"it needs a GPU, the device is '{device}'"
-        from p99lab.engine.attention import flashinfer, paged
+        from p99lab.engine.attention.paged import unsupported
 
-        missing = paged.unsupported(device, dtype, self._geometry)  # spans leave it the steps over scattered pages
-        if missing is None and config.kernels == "spans":
-            missing = flashinfer.unsupported(device, dtype, self._geometry)
-        return missing
+        return unsupported(device, dtype, self._geometry)  # whichever kernels: spans leave it some steps

@@ -111,9 +111,11 @@ class Chunked:
         """
         chunks: dict[Request, int] = {}
         for number in range(NUM_ROUNDS):
+            num_left, parts = num_tokens - sum(chunks.values()), _parts(prompts, chunks)
+            if not num_left or not parts:
+                break
             seconds = bound.max_step_s - bound.step_time_s([*rows, *chunks.items()])
-            budget = Budget(num_tokens - sum(chunks.values()), seconds, 0 if number else MIN_CHUNK)
-            more = self._split(_parts(prompts, chunks), budget)
+            more = self._split(parts, Budget(num_left, seconds, 0 if number else MIN_CHUNK))
             for request, size in more:
                 chunks[request] = chunks.get(request, 0) + size
             if not more:

@@ -74,10 +74,11 @@ H200 = DeviceCosts(
 
 Decode rows have a kernel of their own by now (`decode_kernel`). Its times fit these constants too, as long as a layer
 reads little: one row at 131 072 tokens takes it 123 µs, in the engine. 64 rows on 4 documents of 130 816 tokens take it
-477 to 492 µs alone and 655 in the engine, for a reason that is not shown yet (`docs/log.md`, the last section). Such a
-step was measured there at 24.1 to 26.8 ms, on two machines and with either kernel, where 21.2 would follow from the
-kernels alone. Hence `near_bytes`, what the one row reads, and `far_bytes_per_s`, which leads from there to the 64. They
-say how long these steps take, not why; what lies beyond has not been measured.
+477 to 492 µs alone and 655 in the engine, with private parts that lay scattered (`docs/log.md`, "What reading found").
+They lie together now, and that has not been measured yet. Such a step was measured there at 24.1 to 26.8 ms, on two
+machines and with either kernel, where 21.2 would follow from the kernels alone. Hence `near_bytes`, what the one row
+reads, and `far_bytes_per_s`, which leads from there to the 64. They say how long these steps take, not why; what lies
+beyond has not been measured.
 """
 
 TWO_CORES = DeviceCosts(

@@ -390,8 +390,8 @@ class Engine:
         Raises:
             RuntimeError: requests are waiting or running.
             BadParameterError: an attention that cannot be used here, graphs that were not captured at the start, a
-                bound on steps whose times nobody has measured, or on a GPU steps of more tokens than memory was
-                reserved for at the start; nothing has changed.
+                bound on steps whose times nobody has measured, or on a GPU steps of more tokens or requests than memory
+                was reserved for at the start; nothing has changed.
         """
         with self._lock, uninterrupted():
             runner = self._usable_runner()

@@ -14,7 +14,7 @@ from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.staging import upload
 
-MOVED_AT_ONCE = 64  # pages: half a GiB of a model with 128 KiB a token
+MOVED_AT_ONCE = 64  # pages: a quarter of a GiB of a model with 128 KiB a token
 
 
 @dataclass(frozen=True, slots=True)

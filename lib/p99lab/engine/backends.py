@@ -119,6 +119,7 @@ class Attentions:
 
     def __init__(self, pool: KVPool, geometry: Geometry, max_num_tokens: int) -> None:
         self._pool, self._geometry, self._max_num_tokens = pool, geometry, max_num_tokens
+        self._has_warned = False
 
     @cached_property
     def reference(self) -> ReferenceAttention:
@@ -141,7 +142,7 @@ class Attentions:
         return PagedAttention(self._pool, self._geometry)
 
     def choose(self, config: AttentionConfig) -> AttentionBackend:
-        """What the configuration asks for; with `auto` plain torch where that is missing, and a warning on a GPU.
+        """What the configuration asks for; with `auto` plain torch where that is missing, and one warning on a GPU.
 
         Raises:
             BadParameterError: FlashInfer is asked for by its name, and cannot be used here.
@@ -151,7 +152,8 @@ class Attentions:
             return self.paged if config.kernels == "paged" else self.spans
         if config.backend == "flashinfer":
             raise BadParameterError(f"attention backend 'flashinfer': {missing}")
-        if config.backend == "auto" and self._pool.k.device.type == "cuda":
+        if config.backend == "auto" and self._pool.k.device.type == "cuda" and not self._has_warned:
+            self._has_warned = True
             LOGGER.warning("attention in plain torch, which is slow on a GPU: %s", missing)
         return self.reference
 

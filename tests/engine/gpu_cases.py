@@ -35,7 +35,6 @@ from p99lab.engine.config import (
     EngineConfig,
     GraphsConfig,
     GroupingConfig,
-    KVLayout,
     ModelConfig,
     SchedulerConfig,
 )
@@ -261,7 +260,6 @@ class Model:
         page_size: int = 16,
         num_pages: int | None = 256,
         prefix_cache: bool = True,
-        kv_layout: KVLayout = "NHD",
         chunk: int = 64,
         overlap: bool = True,
         reserve_tokens: int = 256,
@@ -271,7 +269,7 @@ class Model:
         """`graphs`: tokens of the largest captured step; None: none are."""
         return EngineConfig(
             model=ModelConfig(name=str(self.directory), dtype="bfloat16", device=self.device),
-            cache=CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache, kv_layout=kv_layout),
+            cache=CacheConfig(page_size=page_size, num_pages=num_pages, prefix_cache=prefix_cache),
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=chunk,
                 max_num_seqs=MAX_NUM_SEQS,

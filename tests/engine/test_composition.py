@@ -14,6 +14,7 @@ from p99lab.engine.costs import H200, StepCost
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.policy import URGENCIES
 from p99lab.engine.request import Request, SamplingParams, Status
+from p99lab.engine.step_price import Reader, SharedKeys, StepPrice
 
 pytestmark = pytest.mark.light
 
@@ -31,13 +32,39 @@ def running(number: int, num_prompt_tokens: int, num_computed: int, priority: in
     return request
 
 
-def bound(max_step_s: float, decode_time_s: float) -> StepBound:
-    """Decoding takes so long, and chunks come on top of it."""
+TILE = COST.tile_tokens
+QUESTION = 64
+DOCUMENT = 130_816
 
-    def step_time_s(shares: Sequence[tuple[Request, int]]) -> float:
-        return decode_time_s + sum(COST.chunk_time_s(n, one.num_computed_tokens) for one, n in prompt_shares(shares))
 
-    return StepBound(max_step_s, COST, step_time_s)
+def bound(max_step_s: float, num_documents: int = 0) -> StepBound:
+    """Requests share nothing, or request i sees the document i modulo `num_documents` and what it has of its own."""
+
+    def readers(requests: Sequence[Request]) -> list[Reader]:
+        documents = [SharedKeys(DOCUMENT) for _ in range(num_documents)]
+        if not documents:
+            return [Reader([SharedKeys(one.num_computed_tokens)]) for one in requests]
+        own = [SharedKeys(one.num_computed_tokens - DOCUMENT) for one in requests]
+        return [Reader([documents[one.number % num_documents], keys]) for one, keys in zip(requests, own, strict=True)]
+
+    return StepBound(max_step_s, COST, readers)
+
+
+def price_of(shares: Sequence[tuple[Request, int]], bound: StepBound) -> float:
+    """Seconds of a step of these."""
+    price = StepPrice(COST)
+    for (_, size), reader in zip(shares, bound.readers([request for request, _ in shares]), strict=True):
+        price.add(reader, size)
+    return price.seconds
+
+
+def asks(number: int, num_left: int = QUESTION) -> Request:
+    """A question about a document, of which so many tokens are left to compute."""
+    return running(number, DOCUMENT + QUESTION, DOCUMENT + QUESTION - num_left)
+
+
+def decodes(number: int) -> Request:
+    return running(number, DOCUMENT + QUESTION, DOCUMENT + QUESTION)
 
 
 some_running = st.lists(
@@ -56,12 +83,12 @@ def prompt_shares(shares: Sequence[tuple[Request, int]]) -> list[tuple[Request, 
 
 
 @settings(deadline=None, derandomize=True, max_examples=200)
-@given(some_running, st.integers(1, 4096), st.sampled_from([None, 0.01, 0.045, 0.2]), st.floats(0.001, 0.03))
+@given(some_running, st.integers(1, 4096), st.sampled_from([None, 0.01, 0.045, 0.2]))
 def test_chunked_keeps_its_limits_and_makes_progress(
-    requests: list[Request], max_tokens: int, max_step_s: float | None, decode_s: float
+    requests: list[Request], max_tokens: int, max_step_s: float | None
 ) -> None:
-    chunked = Chunked(max_tokens, None if max_step_s is None else bound(max_step_s, decode_s))
-    shares = chunked.shares(requests)
+    limit = None if max_step_s is None else bound(max_step_s)
+    shares = Chunked(max_tokens, limit).shares(requests)
     assert shares
     assert len({request.request_id for request, _ in shares}) == len(shares)
     assert all(0 < size <= remaining(request) for request, size in shares)
@@ -73,13 +100,12 @@ def test_chunked_keeps_its_limits_and_makes_progress(
     num_left = max_tokens - num_decoding
     asked = sum(remaining(r) for r in requests) - len(all_decoding)
     num_given = sum(size for _, size in prompts)
-    assert num_given >= min(asked, num_left, MIN_CHUNK)
-    if max_step_s is None or not all_decoding:
+    assert num_given >= min(asked, num_left, 1)
+    if limit is None or not all_decoding:
         assert num_given == min(asked, num_left)
-    elif num_given > MIN_CHUNK + MIN_CHUNK * LONG_SHARE:
-        chunks_s = sum(COST.chunk_time_s(size, request.num_computed_tokens) for request, size in prompts)
-        floor_s = COST.chunk_time_s(MIN_CHUNK, 131_072)
-        assert decode_s + chunks_s <= max_step_s + floor_s
+    elif num_given > MIN_CHUNK + TILE:
+        open_s = COST.rest_s(len(shares) * TILE) - COST.rest_s(0)  # what the rest of paid tiles may cost
+        assert price_of(shares, limit) <= limit.max_step_s + open_s
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -87,11 +113,58 @@ def test_chunked_keeps_its_limits_and_makes_progress(
 def test_the_first_long_prompt_always_gets_its_share(
     requests: list[Request], max_tokens: int, max_step_s: float
 ) -> None:
-    shares = dict(Chunked(max_tokens, bound(max_step_s, 0.02)).shares(requests))
+    shares = dict(Chunked(max_tokens, bound(max_step_s)).shares(requests))
     num_left = max_tokens - sum(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
     first_long = next((request for request in requests if remaining(request) > num_left > 0), None)
     if first_long is not None:
-        assert shares[first_long] >= min(num_left * LONG_SHARE, MIN_CHUNK * LONG_SHARE)
+        assert shares[first_long] >= min(num_left * LONG_SHARE, TILE)
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(1, 60), st.integers(0, 40), st.integers(1, 6), st.sampled_from([0.03, 0.046, 0.1]))
+def test_tiles_that_are_paid_for_are_filled(
+    num_decoding: int, num_asking: int, num_documents: int, max_step_s: float
+) -> None:
+    """Of each document whose step computes prompts: whole tiles, or all there is. And the bound is kept."""
+    requests = [decodes(number) for number in range(num_decoding)]
+    requests += [asks(num_decoding + i, 1 + (i * 37) % QUESTION) for i in range(num_asking)]
+    limit = bound(max_step_s, num_documents)
+    shares = Chunked(2048, limit).shares(requests)
+    given = dict(shares)
+    for document in range(num_documents):
+        here = [one for one in requests if one.number % num_documents == document]
+        num_tokens = sum(given.get(one, 0) for one in here)
+        if any(given.get(one, 0) > 1 for one in here):
+            assert num_tokens % TILE == 0 or num_tokens == sum(map(remaining, here))
+    filled_s = COST.rest_s(num_documents * TILE) - COST.rest_s(0)
+    least = [(one, 1) for one in requests[:num_decoding]] + [(asks(num_decoding), MIN_CHUNK + TILE)] * (num_asking > 0)
+    assert price_of(shares, limit) <= max(max_step_s, price_of(least, limit)) + filled_s
+
+
+def test_the_tiles_of_decode_rows_are_filled_first() -> None:
+    """Of both documents, though the first question could take all the time that there is."""
+    requests = [decodes(number) for number in range(20)] + [asks(20), asks(22), asks(24), asks(21)]
+    limit = bound(0.024, num_documents=2)
+    shares = dict(Chunked(2048, limit).shares(requests))
+    assert shares[requests[-1]] == TILE - 10
+    assert shares[requests[20]] > TILE
+    assert sum(size for one, size in shares.items() if one.number % 2 == 0) % TILE == 0
+    assert price_of([*shares.items()], limit) <= 0.025
+
+
+def test_an_urgent_prompt_pays_for_no_other() -> None:
+    """What fills the tiles of others would take time that the urgent one can use."""
+    urgent = running(1, 131_072, 100_000, priority=0)
+    others = [running(2 * number, DOCUMENT + QUESTION, DOCUMENT, priority=1) for number in range(3)]
+    rows = [decodes(10), decodes(12)]
+    limit = StepBound(0.04, COST, lambda requests: [*map(_alone, requests)])
+    shares = dict(Chunked(4096, limit, URGENCIES["priority"]).shares([*rows, urgent, *others]))
+    alone = dict(Chunked(4096, limit, URGENCIES["priority"]).shares([*rows, urgent]))
+    assert shares[urgent] == alone[urgent] > TILE
+
+
+def _alone(request: Request) -> Reader:
+    return Reader([SharedKeys(request.num_computed_tokens)])
 
 
 def test_questions_do_not_wait_for_a_document_nor_it_for_them() -> None:
@@ -104,17 +177,6 @@ def test_questions_do_not_wait_for_a_document_nor_it_for_them() -> None:
     assert shares[document] == 2048 - 2 * 64
 
 
-def test_what_rides_along_with_decoding_leaves_time_for_more() -> None:
-    decoding, questions = running(0, 1000, 1000), [running(1 + i, 131_072, 131_008) for i in range(20)]
-
-    def step_time_s(shares: Sequence[tuple[Request, int]]) -> float:  # half of what chunks take passes beside decoding
-        return 0.02 + sum(COST.chunk_time_s(n, one.num_computed_tokens) for one, n in prompt_shares(shares)) / 2
-
-    shares = Chunked(2048, StepBound(0.045, COST, step_time_s)).shares([decoding, *questions])
-    assert 0.045 * 0.95 < step_time_s(shares) <= 0.045 + COST.chunk_time_s(1, 131_072)
-    assert [size for _, size in prompt_shares(shares)[:-1]] == [64] * (len(shares) - 2)
-
-
 def test_room_counts_a_document_by_its_share() -> None:
     document, decoding = running(0, 131_072, 0), running(1, 100, 100)
     assert Chunked(2049).room([document, decoding]) == 2048 - 256
@@ -123,7 +185,7 @@ def test_room_counts_a_document_by_its_share() -> None:
 
 
 def test_without_decode_rows_there_is_no_bound() -> None:
-    assert Chunked(2048, bound(0.001, 1.0)).shares([running(0, 131_072, 0)])[0][1] == 2048
+    assert Chunked(2048, bound(0.001)).shares([running(0, 131_072, 0)])[0][1] == 2048
 
 
 def test_a_long_prompt_yields_only_to_its_equals() -> None:
@@ -131,7 +193,7 @@ def test_a_long_prompt_yields_only_to_its_equals() -> None:
     shares = Chunked(256, None, URGENCIES["priority"]).shares([urgent, other])
     assert [(request.number, size) for request, size in shares] == [(0, 256)]
     shares = Chunked(256, None, URGENCIES["fcfs"]).shares([urgent, other])
-    assert [(request.number, size) for request, size in shares] == [(1, 64), (0, 192)]
+    assert [(request.number, size) for request, size in shares] == [(0, 192), (1, 64)]
 
 
 def test_stock_runs_prompts_whole_and_alone() -> None:

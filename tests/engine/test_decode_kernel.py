@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 
 from p99lab.engine.attention.lanes import Lanes, deal
 from p99lab.engine.attention.softmax import attend_plain
-from p99lab.engine.config import KVLayout
 from p99lab.errors import P99labError
-from tests.engine.layouts import LAYOUTS, far_apart, laid_out
+from tests.engine.far_slots import far_slots
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
@@ -103,10 +102,9 @@ def test_any_tokens_over_any_spans(kernel: Any, data: st.DataObject) -> None:
     spans = []
     for num_keys in data.draw(st.lists(st.integers(1, 700), min_size=1, max_size=3)):
         spans.append((data.draw(tokens), data.draw(st.integers(0, NUM_SLOTS - num_keys)), num_keys))
-    block_keys, layout = data.draw(st.sampled_from([32, 64])), data.draw(st.sampled_from(LAYOUTS))
+    block_keys, num_lanes = data.draw(st.sampled_from([32, 64])), data.draw(st.integers(1, 5))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q, pools = torch.randn(9, group * num_kv, dim).to(dtype), torch.randn(2, NUM_SLOTS, num_kv, dim).to(dtype)
-    pools, num_lanes = laid_out(pools, layout), data.draw(st.integers(1, 5))
     assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, num_lanes, block_rows, block_keys=block_keys))
 
 
@@ -117,19 +115,18 @@ def test_runs_that_fill_blocks_and_those_that_do_not(kernel: Any, num_keys: int)
     assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 1, 16))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_lies_around_a_run_is_not_seen(kernel: Any, layout: KVLayout) -> None:
+def test_what_lies_around_a_run_is_not_seen(kernel: Any) -> None:
     q, pools = torch.randn(3, 6, 16, dtype=DTYPES[0]), torch.full((2, NUM_SLOTS, 2, 16), torch.nan, dtype=DTYPES[0])
     pools[:, 5:205] = torch.randn(2, 200, 2, 16)
     pools[:, NUM_SLOTS - 70 :] = torch.randn(2, 70, 2, 16)  # up to the last slot
-    q[1], pools = torch.nan, laid_out(pools, layout)
+    q[1] = torch.nan
     spans: list[Span] = [([2], 5, 200), ([0, 2], NUM_SLOTS - 70, 70)]
     assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 2, 16))
 
 
-def test_the_last_head_may_lie_further_away_than_an_int32_counts(kernel: Any) -> None:
-    q, pools = torch.randn(2, 6, 16).half(), far_apart(2, 100, 16)
-    spans: list[Span] = [([1, 0], 3, 97)]
+def test_slots_may_lie_further_away_than_an_int32_counts(kernel: Any) -> None:
+    q, (pools, first) = torch.randn(2, 6, 16).half(), far_slots(100, 3, 16)
+    spans: list[Span] = [([1, 0], first + 3, 97)]
     assert_attended(q, pools, spans, *attended(kernel, q, pools, spans, 1, 16))
 
 
@@ -173,21 +170,6 @@ def test_without_triton_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(P99labError, match=r"^the CUDA kernels need the package 'triton'.*$"):
         importlib.import_module("p99lab.engine.decode_kernel")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("ahead_keys", "layout"), [(64, "NHD"), (1_024, "HND"), (5_000, "NHD"), (10_000, "HND")])
-def test_asking_ahead_changes_nothing(ahead_keys: int, layout: KVLayout) -> None:
-    """Over the ends of items, of lanes and of the pool."""
-    kernel = importlib.import_module("p99lab.engine.decode_kernel")
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        q, pools = torch.randn(4, 32, 128, dtype=torch.bfloat16), torch.randn(2, 20_000, 8, 128, dtype=torch.bfloat16)
-        pools = laid_out(pools, layout)
-        spans: list[Span] = [([0, 1], 12_000, 8_000), ([2], 0, 65), ([3], 100, 1_000), ([1], 3_000, 63)]
-        _, *plain = attended(kernel, q, pools, spans, 3, 16)
-        _, *asked = attended(kernel, q, pools, spans, 3, 16, ahead_keys=ahead_keys)
-    assert all(torch.equal(one, other) for one, other in zip(plain, asked, strict=True))
 
 
 @pytest.mark.gpu

@@ -21,22 +21,6 @@ def test_two_engines_in_one_process_answer_alike_and_share_nothing(config: Engin
         assert other.stats().num_cached_pages > 0
 
 
-def test_tokens_do_not_depend_on_how_keys_and_values_lie(config: EngineConfig, engine: Engine) -> None:
-    """Prompts are chunked, share pages, and copy the beginning of some that others have filled."""
-    prompts = [*PROMPTS, list(range(1, 39)), [*range(1, 30), 9, 9]]
-    scheduler = SchedulerConfig(max_num_batched_tokens=24)
-    grouping = GroupingConfig(decide_by="length", min_shared_tokens=4)
-    config = config.model_copy(update={"scheduler": scheduler, "grouping": grouping})
-    outside = config.cache.model_copy(update={"kv_layout": "HND"})
-    engine.reconfigure(scheduler=scheduler, grouping=grouping)
-    with Engine(config.model_copy(update={"cache": outside})) as other:
-        for _ in range(2):
-            answers = [[one.token_ids for one in some.generate(prompts, LONG)] for some in (engine, other)]
-            assert answers[0] == answers[1]
-        other.check()
-        assert other.stats().num_cached_tokens == engine.stats().num_cached_tokens > 0
-
-
 def test_step_and_generate_agree(engine: Engine) -> None:
     expected = engine.generate(PROMPTS, LONG)
     ids = [engine.add(prompt, LONG) for prompt in PROMPTS]

@@ -26,7 +26,6 @@ from p99lab.engine.config import (
     EngineConfig,
     GraphsConfig,
     GroupingConfig,
-    KVLayout,
     ModelConfig,
     SchedulerConfig,
 )
@@ -54,7 +53,6 @@ from tests.engine.gpu_cases import (
     greedy,
     watched,
 )
-from tests.engine.layouts import LAYOUTS
 from tests.engine.pairwise import pairs
 from tests.engine.tiny_models import ARCHITECTURES, save_tiny_model
 
@@ -214,16 +212,15 @@ def _with_row(plan: StepPlan, at: int, **changes: Any) -> tuple[Row, ...]:
     return (*plan.rows[:at], replace(plan.rows[at], **changes), *plan.rows[at + 1 :])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("device", RIGS)
-def test_what_one_attention_has_stored_another_reads(models: Models, device: str, layout: KVLayout) -> None:
+def test_what_one_attention_has_stored_another_reads(models: Models, device: str) -> None:
     """On the CPU all of them are the reference."""
     model = models.get(device, ModelShape("qwen3", 128, 4, tied=False))
     load = Writer(16, None).load("nested")
     others = [AttentionConfig(backend="reference")]
     if device == "cuda":
         others = [AttentionConfig(backend="flashinfer", kernels="paged"), *others, model.config().attention]
-    with watched(model.config(kv_layout=layout)) as (engine, runner):
+    with watched(model.config()) as (engine, runner):
         session = Session(engine)
         session.generate(load.documents, greedy(1))
         session.generate(load.questions, greedy(12))
@@ -241,10 +238,10 @@ def test_what_one_attention_has_stored_another_reads(models: Models, device: str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("head_dim", "group"), [(64, 8), (128, 1), (128, 3)])
-@pytest.mark.parametrize(("page_size", "layout"), [(16, "NHD"), (64, "NHD"), (64, "HND")])
-def test_flashinfers_own_wrappers(models: Models, head_dim: int, group: int, page_size: int, layout: KVLayout) -> None:
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_flashinfers_own_wrappers(models: Models, head_dim: int, group: int, page_size: int) -> None:
     model = models.get("cuda", ModelShape("llama", head_dim, group, tied=False))
-    config = model.config(page_size=page_size, num_pages=120, kv_layout=layout)
+    config = model.config(page_size=page_size, num_pages=120)
     config = config.model_copy(update={"attention": AttentionConfig(backend="flashinfer", kernels="paged")})
     load = Writer(page_size, None).load("skewed")
     with watched(config) as (engine, runner):
@@ -365,10 +362,10 @@ def test_a_step_that_no_graph_fits_runs_between_replayed_ones(
         assert was_replayed[-1]
 
 
-@pytest.mark.parametrize(("free_runs", "layout"), [((1,), "NHD"), ((1, 2, 3, 5), "NHD"), ((1, 2, 3, 5), "HND")])
-def test_prefixes_and_private_parts_in_many_pieces(model: Model, free_runs: tuple[int, ...], layout: KVLayout) -> None:
+@pytest.mark.parametrize("free_runs", [(1,), (1, 2, 3, 5)])
+def test_prefixes_and_private_parts_in_many_pieces(model: Model, free_runs: tuple[int, ...]) -> None:
     load = Writer(16, None, seed=3).load("nested")
-    with watched(model.config(num_pages=120, kv_layout=layout, graphs=MIXED_GRAPHS)) as (engine, runner):
+    with watched(model.config(num_pages=120, graphs=MIXED_GRAPHS)) as (engine, runner):
         session = Session(engine)
         _scatter(session, free_runs)
         session.generate(load.documents, greedy(1))
@@ -398,16 +395,14 @@ def _num_runs(page_table: np.ndarray) -> int:
     return 1 + int(np.count_nonzero(np.diff(page_table) != 1))
 
 
-@pytest.mark.parametrize(("head_dim", "group", "layout"), [(64, 4, "NHD"), (128, 3, "NHD"), (128, 4, "HND")])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 4), (128, 3)])
 @pytest.mark.parametrize("device", RIGS)
-def test_long_documents_are_read_in_segments(
-    models: Models, device: str, head_dim: int, group: int, layout: KVLayout
-) -> None:
+def test_long_documents_are_read_in_segments(models: Models, device: str, head_dim: int, group: int) -> None:
     model = models.get(device, ModelShape("llama", head_dim, group, tied=False))
     writer = Writer(64, None, seed=4)
     num_pages = 40 if device == "cuda" else 6  # a CPU reads whole what 132 multiprocessors share
     document = writer.extend([], num_pages)
-    config = model.config(page_size=64, num_pages=num_pages + 20, kv_layout=layout, chunk=1024)
+    config = model.config(page_size=64, num_pages=num_pages + 20, chunk=1024)
     with watched(config) as (engine, _):
         session = Session(engine)
         session.generate([document], greedy(1))

@@ -20,11 +20,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from p99lab.engine.attention.softmax import attend_plain
-from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Rope
 from p99lab.engine.rope import Rotary, inverse_frequencies, rotate_
 from p99lab.errors import P99labError
-from tests.engine.layouts import LAYOUTS, far_apart, laid_out
+from tests.engine.far_slots import far_slots
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
@@ -183,20 +182,20 @@ def test_heads_are_normed_rotated_and_put_in_their_places(
             assert (ours == expected).float().mean() > 0.97  # rounded where the definition rounds
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, None], ids=str)
-def test_heads_are_put_where_the_pools_strides_say(kernels: Any, device: torch.device, shape: Shape | None) -> None:
-    """None: the last head is further away than an int32 counts."""
-    num_q, num_kv, dim = shape or (6, 3, 16)
-    pools = laid_out(torch.zeros(2, 7, num_kv, dim), "HND") if shape else far_apart(2, 7, dim).zero_()
-    qkv, slots = torch.randn(3, (num_q + 2 * num_kv) * dim, dtype=pools.dtype), torch.tensor([5, -1, 2])
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+def test_heads_are_put_into_slots_further_away_than_an_int32_counts(
+    kernels: Any, device: torch.device, index_dtype: torch.dtype
+) -> None:
+    num_q, num_kv, dim = 6, 3, 16
+    pools, first = far_slots(7, num_kv, dim)
+    qkv, slots = torch.randn(3, (num_q + 2 * num_kv) * dim).half(), torch.tensor([5, -1, 2], dtype=index_dtype)
     table = Rotary(YARN, dim, device).table(torch.tensor([0, 7, 4000]), torch.float32)
-    norms, outs = torch.randn(2, dim, dtype=pools.dtype), torch.empty(2, 3, num_q, dim, dtype=pools.dtype)
-    expected = torch.zeros(2, 7, num_kv, dim, dtype=pools.dtype)
-    kernels.rotate_and_store(qkv.clone(), table, slots, outs[0], *expected, *norms, EPS)
-    kernels.rotate_and_store(qkv, table, slots, outs[1], *pools, *norms, EPS)
-    assert expected[:, [5, 2]].any(-1).all()
-    assert torch.equal(pools, expected)
-    assert torch.equal(*outs)
+    norms, q_out = torch.randn(2, dim).half(), torch.empty(3, num_q, dim).half()
+    expected = pools[:, first:].clone()
+    kernels.rotate_and_store(qkv.clone(), table, slots, q_out, *expected, *norms, EPS)
+    assert not torch.equal(pools[:, first:], expected)
+    kernels.rotate_and_store(qkv, table, torch.where(slots < 0, -1, slots + first), q_out, *pools, *norms, EPS)
+    assert torch.equal(pools[:, first:], expected)
 
 
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
@@ -352,7 +351,7 @@ def test_any_private_part_with_any_partial_rows(state_kernels: Any, data: st.Dat
     num_partials = data.draw(st.integers(0, sum(counts)))
     torch.manual_seed(data.draw(st.integers(0, 1000)))
     q = torch.randn(len(lens), group * num_kv, dim).to(dtype)
-    pools = laid_out(torch.randn(2, num_slots, num_kv, dim).to(dtype), data.draw(st.sampled_from(LAYOUTS)))
+    pools = torch.randn(2, num_slots, num_kv, dim).to(dtype)
     outs = torch.randn(sum(counts), group * num_kv, dim).to(dtype)
     lses = torch.randn(sum(counts), group * num_kv) * 5 + 6
     shared = (fold(outs[:num_partials], num_kv), fold(lses[:num_partials], num_kv))
@@ -363,9 +362,10 @@ def test_any_private_part_with_any_partial_rows(state_kernels: Any, data: st.Dat
     assert_close_states(out, finished_plainly(q, pools, starts, lens, partials, rows))
 
 
-def test_private_keys_of_a_head_further_away_than_an_int32_counts(state_kernels: Any) -> None:
-    q, pools = torch.randn(2, 6, 16).half(), far_apart(2, 40, 16)
-    case = (q, pools, [1, 7], [39, 3], (q[:0, :3], q[:0, :3, 0].float(), q[:0], q[:0, :, 0].float()), [[], []])
+def test_private_keys_further_away_than_an_int32_counts(state_kernels: Any) -> None:
+    q, (pools, first) = torch.randn(2, 6, 16).half(), far_slots(40, 3, 16)
+    none = (q[:0, :3], q[:0, :3, 0].float(), q[:0], q[:0, :, 0].float())
+    case = (q, pools, [first + 1, first + 7], [39, 3], none, [[], []])
     assert_close_states(finished(state_kernels, *case), finished_plainly(*case))
 
 
@@ -437,9 +437,7 @@ def test_without_triton_one_line_says_so(monkeypatch: pytest.MonkeyPatch, module
     assert "\n" not in str(raised.value)
 
 
-def layer_of_kernels(
-    num_tokens: int, layout: KVLayout = "NHD"
-) -> tuple[Callable[[], None], list[torch.Tensor], list[torch.Tensor]]:
+def layer_of_kernels(num_tokens: int) -> tuple[Callable[[], None], list[torch.Tensor], list[torch.Tensor]]:
     """All kernels in a row on tensors of a Llama-3.1-8B layer: what runs them, their inputs, their outputs.
 
     Every other token, from the first on, sees one private key, its own, and has a partial result that counts for
@@ -454,7 +452,7 @@ def layer_of_kernels(
     slots, rows, indptr = index[1 : num_tokens + 1], index[2 : num_tokens + 2] - 2, index[: num_tokens + 1]
     lens = (index % 2)[1 : num_tokens + 1]
     activated, q = torch.empty(num_tokens, 14336, **bf16), torch.empty(num_tokens, 32, 128, **bf16)
-    pools = laid_out(torch.zeros(2, num_tokens + 3, 8, 128, **bf16), layout)
+    pools = torch.zeros(2, num_tokens + 3, 8, 128, **bf16)
     folded, merged = torch.empty(num_tokens * 4, 8, 128, **bf16), torch.empty(num_tokens, 32, 128, **bf16)
     weight = torch.ones(4096, **bf16)
     lse = torch.where(lens == 1, -torch.inf, 0.0).repeat_interleave(4)[:, None].repeat(1, 8)
@@ -471,11 +469,11 @@ def layer_of_kernels(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("num_tokens", "layout"), [(1, "NHD"), (64, "NHD"), (64, "HND"), (8192, "NHD")])
-def test_a_graph_captures_all_of_them(num_tokens: int, layout: KVLayout) -> None:
+@pytest.mark.parametrize("num_tokens", [1, 64, 8192])
+def test_a_graph_captures_all_of_them(num_tokens: int) -> None:
     torch.manual_seed(0)
     with torch.device("cuda"):
-        run, inputs, outputs = layer_of_kernels(num_tokens, layout)
+        run, inputs, outputs = layer_of_kernels(num_tokens)
         run()  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -505,17 +503,14 @@ def test_a_graph_captures_all_of_them(num_tokens: int, layout: KVLayout) -> None
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_another_number_of_tokens_or_slots_compiles_and_allocates_nothing(
-    monkeypatch: pytest.MonkeyPatch, layout: KVLayout
-) -> None:
+def test_another_number_of_tokens_or_slots_compiles_and_allocates_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     triton = importlib.import_module("triton")
     with torch.device("cuda"):
-        layer_of_kernels(16, layout)[0]()
+        layer_of_kernels(16)[0]()
         compiled: list[object] = []
         monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: compiled.append(1))
         for num_tokens in (1, 2, 17, 300):
-            run, _, _ = layer_of_kernels(num_tokens, layout)
+            run, _, _ = layer_of_kernels(num_tokens)
             before = torch.cuda.memory_stats()["allocation.all.allocated"]
             run()
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == before

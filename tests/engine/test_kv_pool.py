@@ -8,10 +8,8 @@ import torch
 
 from p99lab.caches.pages import PageCopy, PageMoves
 from p99lab.engine import kv_pool
-from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.kv_pool import KVPool, page_bytes
-from tests.engine.layouts import LAYOUTS, laid_out
 
 GEOMETRY = Geometry(
     architecture="llama",
@@ -41,23 +39,10 @@ def test_a_pool_is_zeroed_contiguous_and_as_large_as_said(dtype: torch.dtype) ->
     assert page_bytes(GEOMETRY, 4, dtype) == 4 * GEOMETRY.kv_bytes_per_token(dtype.itemsize)
 
 
-def test_heads_lie_outside_of_tokens_where_that_is_asked_for() -> None:
-    pool = KVPool.allocate(GEOMETRY, 5, 4, torch.bfloat16, CPU, "HND")
-    for tensor in (pool.k, pool.v):
-        assert tensor.shape == (3, 5, 4, 2, 8)
-        assert tensor.permute(0, 3, 1, 2, 4).is_contiguous()
-        slots = tensor.flatten(1, 2)
-        assert slots.data_ptr() == tensor.data_ptr()
-        assert slots[0, :, 1].is_contiguous()  # all tokens of a head
-        assert not tensor.any()
-    assert pool.k.nbytes + pool.v.nbytes == 5 * page_bytes(GEOMETRY, 4, torch.bfloat16)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_copies_touch_their_first_tokens_in_all_layers_and_happen_in_order(layout: KVLayout) -> None:
+def test_copies_touch_their_first_tokens_in_all_layers_and_happen_in_order() -> None:
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn((3, 5, 4, 2, 8), generator=generator) for _ in range(2))
-    pool = KVPool(laid_out(k.clone(), layout), laid_out(v.clone(), layout))
+    pool = KVPool(k.clone(), v.clone())
     pool.copy_pages([PageCopy(source=0, target=3, num_tokens=2), PageCopy(source=3, target=4, num_tokens=1)])
     for before, after in ((k, pool.k), (v, pool.v)):
         expected = before.clone()
@@ -66,14 +51,11 @@ def test_copies_touch_their_first_tokens_in_all_layers_and_happen_in_order(layou
         torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_moves_carry_whole_pages_in_all_layers_and_happen_in_order(
-    monkeypatch: pytest.MonkeyPatch, layout: KVLayout
-) -> None:
+def test_moves_carry_whole_pages_in_all_layers_and_happen_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_pool, "MOVED_AT_ONCE", 2)
     generator = torch.Generator().manual_seed(0)
     k, v = (torch.randn((3, 9, 4, 2, 8), generator=generator) for _ in range(2))
-    pool = KVPool(laid_out(k.clone(), layout), laid_out(v.clone(), layout))
+    pool = KVPool(k.clone(), v.clone())
     first, second = ([0, 2, 5], [7, 1, 8]), ([7], [3])
     pool.move_pages([PageMoves(*(np.array(pages, np.int32) for pages in moves)) for moves in (first, second)])
     for before, after in ((k, pool.k), (v, pool.v)):

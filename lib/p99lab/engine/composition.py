@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -11,11 +11,11 @@ from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.costs import StepCost
 from p99lab.engine.policy import URGENCIES, Urgency
 from p99lab.engine.request import Request
+from p99lab.engine.step_price import Reader, StepPrice
 from p99lab.errors import BadParameterError
 
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
-MIN_CHUNK = 64  # tokens: what prompts get of a step even if decoding alone takes longer than the bound
-NUM_ROUNDS = 4  # in which the time of a step is given out
+MIN_CHUNK = 64  # tokens: what prompts get of a step whose bound leaves nothing for them
 
 ScheduledTokens = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
@@ -35,19 +35,54 @@ class Composition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """How long a step may take while requests decode. `step_time_s`: predicted, of a step that computes these."""
+    """How long a step may take while requests decode.
+
+    `readers`: of the running requests, in their order, each with the keys that it sees, shared with others where a step
+    would share them.
+    """
 
     max_step_s: float
     costs: StepCost
-    step_time_s: Callable[[Sequence[ScheduledTokens]], float]
+    readers: Callable[[Sequence[Request]], Sequence[Reader]]
 
 
-class Prompt(NamedTuple):
-    """What a step has not been given yet of a prompt: `num_left` tokens from position `start` on."""
+@dataclass(slots=True)
+class Prompt:
+    """A prompt, what a step has been given of it, and what has not been computed after that."""
 
     request: Request
-    start: int
+    reader: Reader
     num_left: int
+    num_given: int = 0
+
+
+class Price(Protocol):
+    """What a step costs while it is put together, see `StepPrice`."""
+
+    def add(self, reader: Reader, num_tokens: int) -> float: ...
+    def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int: ...
+    def to_tile_end(self, reader: Reader, num_tokens: int) -> int: ...
+    def open_tokens(self, reader: Reader) -> int: ...
+    def free_tokens(self, reader: Reader) -> int: ...
+
+
+class Unpriced:
+    """Tokens alone count."""
+
+    def add(self, reader: Reader, num_tokens: int) -> float:
+        return 0.0
+
+    def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int:
+        return num_left
+
+    def to_tile_end(self, reader: Reader, num_tokens: int) -> int:
+        return num_tokens
+
+    def open_tokens(self, reader: Reader) -> int:
+        return 0
+
+    def free_tokens(self, reader: Reader) -> int:
+        return 0
 
 
 class Budget(NamedTuple):
@@ -55,12 +90,12 @@ class Budget(NamedTuple):
 
     num_tokens: int
     seconds: float
-    num_owed: int
+    num_owed: int = 0
 
     def part(self, share: float) -> Budget:
-        """`share` of the tokens, rounded up, and of the time left; 0 s if unbounded: then tokens decide."""
+        """`share` of the tokens, rounded up, one of them owed, and of the time (0 s if unbounded: tokens decide)."""
         seconds = self.seconds * share if 0.0 < self.seconds < math.inf else 0.0
-        return Budget(math.ceil(self.num_tokens * share), seconds, math.ceil(self.num_owed * share))
+        return Budget(math.ceil(self.num_tokens * share), seconds, 1)
 
     def plus(self, other: Budget) -> Budget:
         """Both together."""
@@ -76,9 +111,14 @@ class Budget(NamedTuple):
 class Chunked:
     """Decode rows first, then prompts in pieces, as many tokens as fit (Sarathi-Serve, arXiv:2403.02310).
 
-    With a `bound`, prompts get no more than it leaves while anybody decodes, but at least `MIN_CHUNK` tokens. A prompt
-    that is longer than a step yields to shorter ones of the same `urgency` (smaller is more urgent), so that questions
-    do not wait for a document to be read; `LONG_SHARE` of what prompts get is kept for the first such prompt.
+    With a `bound`, prompts get no more than it leaves while anybody decodes, or `MIN_CHUNK` tokens where that is
+    nothing. The most urgent first fill the tiles of decode rows on their document, which cost less than tiles of their
+    own. Then pieces end where a tile does, and what is left of tiles that are paid for goes to whoever can use it: such
+    tokens cost their products alone, by which a step may exceed the bound.
+
+    A prompt that is longer than a step yields to shorter ones of the same `urgency` (smaller is more urgent), so that
+    questions do not wait for a document to be read; `LONG_SHARE` of what prompts get is kept for the first such prompt,
+    and a tile at least.
     """
 
     max_num_batched_tokens: int
@@ -92,62 +132,61 @@ class Chunked:
         return num_tokens - sum(short) - (math.ceil(num_tokens * LONG_SHARE) if len(short) < len(prompts) else 0)
 
     def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
-        decoding, prompts = _parted(running)
-        rows = [(request, 1) for request in decoding[: self.max_num_batched_tokens]]
+        decoding, waiting = _parted(running)
+        decoding = decoding[: self.max_num_batched_tokens]
+        rows = [(request, 1) for request in decoding]
         num_tokens = self.max_num_batched_tokens - len(rows)
-        if not prompts or not num_tokens:
+        if not waiting or not num_tokens:
             return rows
-        if self.bound is None or not rows:
-            return rows + self._split(_parts(prompts, {}), Budget(num_tokens, math.inf, MIN_CHUNK))
-        return rows + self._bounded(rows, prompts, num_tokens, self.bound)
+        bound = self.bound if rows else None
+        if bound is None:
+            price: Price = Unpriced()
+            readers: Sequence[Reader] = [Reader(()) for _ in waiting]
+            seconds = math.inf
+        else:
+            price = StepPrice(bound.costs)
+            readers = bound.readers([*decoding, *waiting])
+            for reader in readers[: len(rows)]:
+                price.add(reader, 1)
+            readers, seconds = readers[len(rows) :], bound.max_step_s - price.seconds
+        prompts = [
+            Prompt(request, reader, remaining(request)) for request, reader in zip(waiting, readers, strict=True)
+        ]
+        prompts.sort(key=lambda prompt: self.urgency(prompt.request))
+        self._give(prompts, Budget(num_tokens, seconds), price)
+        if not any(prompt.num_given for prompt in prompts):
+            _fill(prompts, Budget(num_tokens, 0.0, MIN_CHUNK), price)
+        return rows + [(prompt.request, prompt.num_given) for prompt in prompts if prompt.num_given]
 
-    def _bounded(
-        self, rows: list[ScheduledTokens], prompts: Sequence[Request], num_tokens: int, bound: StepBound
-    ) -> list[ScheduledTokens]:
-        """Chunks of prompts beside decode rows.
+    def _give(self, prompts: Sequence[Prompt], budget: Budget, price: Price) -> None:
+        """Tokens to prompts (the most urgent first), in their order."""
+        urgencies = [self.urgency(prompt.request) for prompt in prompts]
+        budget = _fill(prompts[: urgencies.count(urgencies[0])], budget, price, price.open_tokens)
+        order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), prompt.num_left > budget.num_tokens))
+        num_ahead = next((i for i, prompt in enumerate(order) if prompt.num_left > budget.num_tokens), len(order))
+        kept = budget.part(LONG_SHARE) if num_ahead < len(order) else Budget(0, 0.0)
+        budget = _fill(order[:num_ahead], budget.minus(kept), price)
+        budget = _fill(order[num_ahead:], budget.plus(kept), price)
+        _fill(prompts, Budget(budget.num_tokens, math.inf), price, price.free_tokens)
 
-        A chunk is priced as if all its computing came on top, though much of it passes while memory is read for the
-        decode rows. So what the step as a whole leaves of the bound is given out again.
-        """
-        chunks: dict[Request, int] = {}
-        for number in range(NUM_ROUNDS):
-            num_left, parts = num_tokens - sum(chunks.values()), _parts(prompts, chunks)
-            if not num_left or not parts:
-                break
-            seconds = bound.max_step_s - bound.step_time_s([*rows, *chunks.items()])
-            more = self._split(parts, Budget(num_left, seconds, 0 if number else MIN_CHUNK))
-            for request, size in more:
-                chunks[request] = chunks.get(request, 0) + size
-            if not more:
-                break
-        return list(chunks.items())
 
-    def _split(self, prompts: Sequence[Prompt], budget: Budget) -> list[ScheduledTokens]:
-        order = sorted(prompts, key=lambda one: (self.urgency(one.request), one.num_left > budget.num_tokens))
-        num_ahead = next((i for i, one in enumerate(order) if one.num_left > budget.num_tokens), len(order))
-        kept = budget.part(LONG_SHARE) if num_ahead < len(order) else Budget(0, 0.0, 0)
-        ahead, left = self._fill(order[:num_ahead], budget.minus(kept))
-        behind, _ = self._fill(order[num_ahead:], left.plus(kept))
-        return ahead + behind
-
-    def _fill(self, prompts: Sequence[Prompt], budget: Budget) -> tuple[list[ScheduledTokens], Budget]:
-        """In order, each as much as is left; and what is left then."""
-        chunks: list[ScheduledTokens] = []
-        for one in prompts:
-            num_affordable = max(budget.num_owed, self._chunk_tokens(one, budget.seconds))
-            size = min(one.num_left, budget.num_tokens, num_affordable)
-            if size > 0:
-                chunks.append((one.request, size))
-                budget = budget.minus(Budget(size, self._chunk_time_s(one, size), size))
-        return chunks, budget
-
-    def _chunk_tokens(self, prompt: Prompt, seconds: float) -> int:
-        if self.bound is None or seconds == math.inf:
-            return prompt.num_left
-        return self.bound.costs.chunk_tokens(seconds, prompt.start)
-
-    def _chunk_time_s(self, prompt: Prompt, num_tokens: int) -> float:
-        return 0.0 if self.bound is None else self.bound.costs.chunk_time_s(num_tokens, prompt.start)
+def _fill(
+    prompts: Iterable[Prompt], budget: Budget, price: Price, most: Callable[[Reader], int] | None = None
+) -> Budget:
+    """In order, each as much as is left, and no more than `most`; what is left then."""
+    for prompt in prompts:
+        size = min(prompt.num_left, budget.num_tokens)
+        if most is not None:
+            size = min(size, most(prompt.reader))
+        affordable = price.tokens_within(prompt.reader, budget.seconds, size)
+        if affordable < budget.num_owed:
+            affordable = price.to_tile_end(prompt.reader, budget.num_owed)
+        size = min(size, affordable)
+        if size > 0:
+            budget = budget.minus(Budget(size, price.add(prompt.reader, size), size))
+            prompt.num_given += size
+            prompt.num_left -= size
+    return budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +211,9 @@ class Stock:
 
 
 def compose(
-    config: SchedulerConfig,
-    costs: StepCost | None,
-    step_time_s: Callable[[Sequence[ScheduledTokens], StepCost], float],
+    config: SchedulerConfig, costs: StepCost | None, readers: Callable[[Sequence[Request]], Sequence[Reader]]
 ) -> Composition:
-    """The composition that `config` asks for.
-
-    Args:
-        step_time_s: predicted, of a step that computes these tokens.
+    """The composition that `config` asks for. `readers`: see `StepBound`.
 
     Raises:
         BadParameterError: a bound on steps whose times nobody has measured (`costs` None).
@@ -190,7 +224,7 @@ def compose(
     if config.max_step_s is not None:
         if costs is None:
             raise BadParameterError("max_step_s: this device's step times have not been measured")
-        bound = StepBound(config.max_step_s, costs, lambda shares: step_time_s(shares, costs))
+        bound = StepBound(config.max_step_s, costs, readers)
     return Chunked(config.max_num_batched_tokens, bound, URGENCIES[config.policy])
 
 
@@ -213,11 +247,3 @@ def _parted(running: Iterable[Request]) -> tuple[list[Request], list[Request]]:
         elif remaining(request):
             decoding.append(request)
     return decoding, prompts
-
-
-def _parts(prompts: Iterable[Request], given: Mapping[Request, int]) -> list[Prompt]:
-    """What is left of prompts of which a step has so many tokens already."""
-    parts = (
-        Prompt(one, one.num_computed_tokens + given.get(one, 0), remaining(one) - given.get(one, 0)) for one in prompts
-    )
-    return [part for part in parts if part.num_left]

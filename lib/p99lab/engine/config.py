@@ -10,8 +10,6 @@ from p99lab.strict import StrictModel
 
 MAX_NUM_SEQS = 4096  # rows that the runner has room for
 
-KVLayout = Literal["NHD", "HND"]
-
 
 class ModelConfig(StrictModel):
     """`name`: a model of `p99lab models list`, a directory, or `dummy:<geometry>`."""
@@ -26,14 +24,12 @@ class CacheConfig(StrictModel):
     """The page pool and its tree.
 
     `num_pages` None: as many as a share of the device's free memory holds. `prefix_cache` off: nothing is found and
-    nothing is kept. `kv_layout`, in FlashInfer's names: each token's heads lie side by side in memory (NHD), or each
-    head's tokens (HND), pages of one head behind each other.
+    nothing is kept.
     """
 
     page_size: int = Field(64, ge=1)
     num_pages: int | None = Field(None, ge=2)
     prefix_cache: bool = True
-    kv_layout: KVLayout = "NHD"
 
 
 class SchedulerConfig(StrictModel):

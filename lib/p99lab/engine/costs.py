@@ -3,7 +3,8 @@
 Attention is counted as the planner lays it out. Tokens that see the same run of keys are a *level*; the query heads of
 a key head are folded into its rows, rows are cut into tiles, keys into segments, and each (tile, segment, key head) is
 an item that one of the device's slots works off. The longest slot decides, unless memory or the device's whole rate
-does: all slots together multiply more slowly than as many alone, because the clock follows the power.
+does: all slots together multiply more slowly than as many alone, because the clock follows the power. Levels of few
+decode rows have a kernel of their own, which memory alone binds.
 
 Rates and times are measured or fitted to whole steps, see each device. A GPU nobody has measured has no costs, and what
 would ask for them falls back on thresholds; any CPU is taken for the two cores below.
@@ -13,13 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil, inf
+from math import inf
+from typing import NamedTuple
 
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.plan import PrefixGroup, Row
 
-Level = tuple[int, int]
-"""(query tokens, keys) that meet without a causal mask."""
+
+class Level(NamedTuple):
+    """Query tokens and keys that meet without a causal mask. `decodes`: the tokens are one-token rows, all of them."""
+
+    num_tokens: int
+    num_keys: int
+    decodes: bool = False
+
 
 SEGMENT_STEP = 192  # keys: a segment is whole key tiles of the kernels, whichever of 64, 96 or 192 they use
 SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)  # into how many the longest level may be cut
@@ -33,10 +41,11 @@ class DeviceCosts:
 
     `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work;
     `slot_flops_per_s`: one slot while others idle. A tile is computed whole, however few of its `tile_rows` rows exist.
-    `item_s`: filling and draining the pipeline of one item. `level_s`: one call of a backend that calls once a level.
-    `launch_s`: a layer's attention and merge. `token_s`: a token's way through everything that is neither product nor
-    attention, all layers. `step_s`: what a step takes besides. `near_bytes`: of the keys and values that a layer reads,
-    those that come at `memory_bytes_per_s`; the rest comes at `far_bytes_per_s`.
+    `beside_bytes_per_s`: what is computed that fast beside reading takes so much longer, because both take power.
+    `decode_rows`: a level of decode rows with no more than so many folded rows is only read (0: there is no kernel for
+    it). `item_s`: filling and draining the pipeline of one item. `level_s`: one call of a backend that calls once a
+    level. `launch_s`: an attention kernel of a layer. `token_s`: a token's way through everything that is neither
+    product nor attention, all layers. `step_s`: what a step takes besides.
     """
 
     memory_bytes_per_s: float
@@ -51,34 +60,30 @@ class DeviceCosts:
     launch_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
-    near_bytes: float = inf
-    far_bytes_per_s: float = inf
+    beside_bytes_per_s: float = inf
+    decode_rows: int = 0
 
 
 H200 = DeviceCosts(
     memory_bytes_per_s=4.45e12,
     weight_bytes_per_s=3.7e12,
     matmul_flops_per_s=744e12,
-    attention_flops_per_s=680e12,
+    attention_flops_per_s=605e12,
     slot_flops_per_s=6.3e12,
     num_slots=132,
     tile_rows=128,
     item_s=5e-6,
-    launch_s=4e-6,
+    launch_s=8e-6,
     token_s=3e-6,
     step_s=0.5e-3,
-    near_bytes=0.54e9,
-    far_bytes_per_s=3.2e12,
+    beside_bytes_per_s=11e12,
+    decode_rows=64,
 )
-"""FlashInfer's FA3 over folded rows, bf16, head dimension 128; each kernel alone, in bursts, measured 2026-11-30.
+"""FlashInfer's FA3 over folded rows and the project's decode kernel, bf16, head dimension 128; measured 2026-11-30.
 
-Decode rows have a kernel of their own by now (`decode_kernel`). Its times fit these constants too, as long as a layer
-reads little: one row at 131 072 tokens takes it 123 µs, in the engine. 64 rows on 4 documents of 130 816 tokens take it
-477 to 492 µs alone and 655 in the engine, with private parts that lay scattered (`docs/log.md`, "What reading found").
-They lie together now, and that has not been measured yet. Such a step was measured there at 24.1 to 26.8 ms, on two
-machines and with either kernel, where 21.2 would follow from the kernels alone. Hence `near_bytes`, what the one row
-reads, and `far_bytes_per_s`, which leads from there to the 64. They say how long these steps take, not why; what lies
-beyond has not been measured.
+`attention_flops_per_s` and `beside_bytes_per_s` are fitted to whole mixed steps on four documents of 130 816 tokens, of
+1 to 5 tiles a document, at the power limit (`docs/log.md`, "Tiles"): within 7 % of each. Steps of many questions keep
+more keys in the L2 cache; 64 of them take 8 % less than predicted.
 """
 
 TWO_CORES = DeviceCosts(
@@ -126,8 +131,7 @@ class StepCost:
         self._bytes_per_element = bytes_per_element
         key_bytes = 2 * geometry.kv_size * bytes_per_element
         self._read_key_s = key_bytes / device.memory_bytes_per_s
-        self._num_near_keys = device.near_bytes / key_bytes
-        self._further_key_s = key_bytes / device.far_bytes_per_s - self._read_key_s
+        self._beside_key_s = key_bytes / device.beside_bytes_per_s
         partial_bytes = geometry.num_q_heads * (geometry.head_dim * bytes_per_element + 4)
         self._partial_s = 2 * partial_bytes / device.memory_bytes_per_s  # of a token's result from one level, to merge
         self._pair_flops = 4 * geometry.q_size  # a query token meets a key
@@ -147,32 +151,41 @@ class StepCost:
             + self._num_layers * attention_s
         )
 
-    def chunk_time_s(self, num_tokens: int, num_computed_tokens: int) -> float:
-        """Seconds that `num_tokens` more of a prompt add to a step that reads the weights anyway."""
-        device = self._device
-        num_pairs = num_tokens * (num_computed_tokens + num_tokens / 2)
-        return (
-            num_tokens * (device.token_s + 2 * self._num_body_weights / device.matmul_flops_per_s)
-            + self._num_layers * num_pairs * self._pair_flops / device.attention_flops_per_s
-        )
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that fill a tile, at least one."""
+        return max(1, self._device.tile_rows // self._gqa_ratio)
 
-    def chunk_tokens(self, seconds: float, num_computed_tokens: int) -> int:
-        """The most tokens of a prompt whose `chunk_time_s` is within `seconds`."""
-        device = self._device
-        square = self._num_layers * self._pair_flops / device.attention_flops_per_s / 2
-        linear = self.chunk_time_s(1, num_computed_tokens) - square
-        if seconds <= 0:
-            return 0
-        return int(2 * seconds / (linear + (linear * linear + 4 * square * seconds) ** 0.5))
+    def rest_s(self, num_tokens: int) -> float:
+        """Seconds of all but attention in a step of so many tokens, one of which samples."""
+        products_s = self._product_s(self._num_body_weights, num_tokens) + self._product_s(self._num_head_weights, 1)
+        return self._device.step_s + num_tokens * self._device.token_s + products_s
+
+    def level_s(self, level: Level) -> float:
+        """Seconds of all layers' attention over a level beside others that leave no slot idle."""
+        if not level.num_tokens or not level.num_keys:
+            return 0.0
+        return self._num_layers * (self._even_s([level]) + self._device.level_s)
+
+    def causal_s(self, num_tokens: int) -> float:
+        """Seconds of all layers in which so many tokens of a row see each other, in a step that does so anyway."""
+        if num_tokens < 2:
+            return 0.0
+        return self._num_layers * num_tokens**2 / 2 * self._pair_flops / self._device.attention_flops_per_s
 
     def attention_s(self, levels: Sequence[Level], segment: int | None = None) -> float:
         """Seconds of one layer's attention over `levels`, cut into segments of that many keys (None: the best)."""
-        work = self._work(levels)
-        if not work.spans:
+        if not any(level.num_keys for level in levels):
             return 0.0
-        if segment is None:
-            segment = self._best_segment(work)
-        return self._device.launch_s + len(levels) * self._device.level_s + self._cut_s(work, segment)
+        computed = [level for level in levels if not self._is_read_only(level)]
+        computed_s = 0.0
+        if computed:
+            work = self._work(computed)
+            cut_s = self._cut_s(work, self._best_segment(work) if segment is None else segment)
+            computed_s = max(cut_s, self._even_s(computed))
+        read_s = self._even_s([level for level in levels if self._is_read_only(level)])
+        num_launches = (computed_s > 0) + (read_s > 0)
+        return num_launches * self._device.launch_s + len(levels) * self._device.level_s + computed_s + read_s
 
     def attention_of_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of one layer's attention as `groups` says, without what rows see of their own new tokens."""
@@ -188,29 +201,34 @@ class StepCost:
         apart_s = self._reading_s(num_tokens, num_keys) + own_s + num_tokens * self._partial_s
         return apart_s < sum(self._reading_s(reader, num_keys) for reader in readers)
 
-    def segment_tokens(self, levels: Sequence[Level]) -> int:
-        """Keys of a segment that make the levels' attention fastest; a level that has no more is not cut.
+    def segment_tokens(self, levels: Sequence[tuple[int, int]]) -> int:
+        """Keys of a segment that make attention fastest over (query tokens, keys); what has no more keys is not cut.
 
         A multiple of 192, no less than the longest level where cutting gains nothing.
         """
-        return self._best_segment(self._work(levels))
+        return self._best_segment(self._work([Level(*level) for level in levels]))
+
+    def _is_read_only(self, level: Level) -> bool:
+        return level.decodes and level.num_tokens * self._gqa_ratio <= self._device.decode_rows
+
+    def _even_s(self, levels: Sequence[Level]) -> float:
+        """Seconds of one layer with every slot busy, without overhead, at the power limit; levels of one kind."""
+        num_read_keys = sum(level.num_keys for level in levels)
+        read_s = num_read_keys * self._read_key_s
+        if all(self._is_read_only(level) for level in levels):
+            return read_s
+        return max(self._item_keys(levels) * self._even_key_s + num_read_keys * self._beside_key_s, read_s)
+
+    def _item_keys(self, levels: Sequence[Level]) -> int:
+        return sum(self._num_items(level.num_tokens) * level.num_keys for level in levels)
 
     def _work(self, levels: Sequence[Level]) -> _Work:
-        device = self._device
-        tile_tokens, num_heads = device.tile_rows / self._gqa_ratio, self._num_kv_heads
         spans: dict[int, tuple[int, int]] = {}
-        num_item_keys = num_read_keys = 0
-        for num_tokens, num_keys in levels:
-            items, tokens = spans.get(num_keys, (0, 0))
-            num_items = num_heads * ceil(num_tokens / tile_tokens)
-            spans[num_keys] = items + num_items, tokens + num_tokens
-            num_item_keys += num_items * num_keys
-            num_read_keys += num_keys
-        return _Work(spans, max(num_item_keys * self._even_key_s, self._read_s(num_read_keys)))
-
-    def _read_s(self, num_keys: int) -> float:
-        """Seconds in which memory gives a layer all its keys and values, each once."""
-        return num_keys * self._read_key_s + max(0.0, num_keys - self._num_near_keys) * self._further_key_s
+        for level in levels:
+            items, tokens = spans.get(level.num_keys, (0, 0))
+            spans[level.num_keys] = items + self._num_items(level.num_tokens), tokens + level.num_tokens
+        read_s = sum(level.num_keys for level in levels) * self._read_key_s
+        return _Work(spans, max(self._item_keys(levels) * self._even_key_s, read_s))
 
     def _best_segment(self, work: _Work) -> int:
         """Pieces are tried from few to many, until all slots are busy to within two per cent."""
@@ -288,14 +306,14 @@ def levels_of(rows: Sequence[Row], groups: Sequence[PrefixGroup], page_size: int
     shared = [0] * len(rows)
     levels = []
     for group in groups:
-        num_keys = group.num_pages * page_size
-        levels.append((sum(len(rows[i].token_ids) for i in group.rows), num_keys))
+        num_keys, lengths = group.num_pages * page_size, [len(rows[i].token_ids) for i in group.rows]
+        levels.append(Level(sum(lengths), num_keys, max(lengths) == 1))
         for i in group.rows:
             shared[i] += num_keys
     for row, num_shared in zip(rows, shared, strict=True):
         num_keys = row.num_computed_tokens + (len(row.token_ids) == 1) - num_shared
         if num_keys:
-            levels.append((len(row.token_ids), num_keys))
+            levels.append(Level(len(row.token_ids), num_keys, len(row.token_ids) == 1))
     return levels
 
 

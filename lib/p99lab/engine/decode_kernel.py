@@ -5,10 +5,7 @@ small matrix, folded as in `state_kernels`. 16 to 64 of them do not fill the til
 two to eight times as much as there is, and lowers the clock by the power that this takes. Here a tile has as many rows
 as there are, and what is left is to keep memory busy. Spans are cut into items and these dealt to a fixed number of
 lanes (`attention.lanes`). A lane is one program for each kv head: neighbouring programs read heads of the same keys,
-which lie side by side in memory, or far apart (`CacheConfig.kv_layout`).
-
-A program can also touch keys long before it reads them (`Tiling.ahead_keys`), for the sake of their addresses: a step
-may read more memory than the chip holds translations for.
+which lie side by side in memory.
 
 As in `kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph: which items there are is
 read from the device.
@@ -22,27 +19,22 @@ from dataclasses import dataclass
 
 import torch
 
-from p99lab.engine.kernels import pool_strides
 from p99lab.engine.needs_triton import tl, triton
 
 BLOCK_ROWS = (16, 32, 64)
 TAIL_KEYS = 16  # at a time, of what fills no block: the least that tensor cores take, and few registers
-PAGE_BYTES = 2 << 20  # what one address translation covers
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
     """How a program reads: `block_keys` keys at a time, `num_stages` of such blocks on their way or in use.
 
-    Blocks come by asynchronous copies of 16 bytes. A line of the keys and one of the values that come `ahead_keys`
-    later in the lane is asked for with each block, so that their addresses are translated by then; 0: not. Only
-    compiled kernels can, interpreted ones cannot.
+    Blocks come by asynchronous copies of 16 bytes.
     """
 
     block_keys: int
     num_stages: int
     num_warps: int
-    ahead_keys: int = 0
 
 
 def attend_decode_spans(
@@ -63,7 +55,7 @@ def attend_decode_spans(
 
     Args:
         q: [T, q_heads, dim] in bf16 or fp16, dim a power of two >= 16.
-        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads; see `kernels.pool_strides`.
+        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads.
         tokens: [M] int32, the token of each partial row.
         items: [N, 4] int32: first partial row, number of rows, first slot, number of keys. There are keys, and rows
             times gqa_ratio are at most block_rows, gqa_ratio being q_heads / kv_heads.
@@ -77,20 +69,16 @@ def attend_decode_spans(
     """
     _, num_q, dim = q.shape
     num_kv = k_pool.shape[1]
-    assert all(tensor.is_contiguous() for tensor in (q, items, out, lse))
+    assert all(tensor.is_contiguous() for tensor in (q, k_pool, v_pool, items, out, lse))
     assert q.dtype == k_pool.dtype == v_pool.dtype
-    assert out.shape[1:] == k_pool.shape[1:]
+    assert out.shape[1:] == k_pool.shape[1:] == v_pool.shape[1:]
     assert lse.shape == out.shape[:2]
     assert items.shape[1] == 4
     assert block_rows in BLOCK_ROWS
     assert scale > 0
-    assert tiling.ahead_keys >= 0
-    slot_stride, head_stride = pool_strides(k_pool, v_pool)
-    page_keys = max(1, PAGE_BYTES // (slot_stride * k_pool.element_size()))
-    pools, ahead = (k_pool, v_pool, head_stride, slot_stride), (tiling.ahead_keys, page_keys)
-    sizes = (num_kv, num_q // num_kv, dim, block_rows, tiling.block_keys, TAIL_KEYS, *ahead)
+    sizes = (num_kv, num_q // num_kv, dim, block_rows, tiling.block_keys, TAIL_KEYS)
     _attend_decode_spans[((len(lane_indptr) - 1) * num_kv,)](
-        q, *pools, tokens, items, lane_indptr, out, lse, scale, *sizes,
+        q, k_pool, v_pool, tokens, items, lane_indptr, out, lse, scale, *sizes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
 
@@ -100,8 +88,6 @@ def _attend_decode_spans(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
-    head_stride: int,
-    slot_stride: tl.constexpr,
     tokens: tl.tensor,
     items: tl.tensor,
     lane_indptr: tl.tensor,
@@ -114,25 +100,18 @@ def _attend_decode_spans(
     block_rows: tl.constexpr,
     block_keys: tl.constexpr,
     tail_keys: tl.constexpr,
-    ahead_keys: tl.constexpr,
-    page_keys: tl.constexpr,
 ) -> None:
     """One program a kv head of a lane. Its state is that of `state_kernels`."""
     log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
+    slot_stride: tl.constexpr = num_kv * dim
     lane, head = tl.program_id(0) // num_kv, tl.program_id(0) % num_kv
     row, dims = tl.arange(0, block_rows), tl.arange(0, dim)[None, :]
     in_block, in_tail = tl.arange(0, block_keys)[:, None], tl.arange(0, tail_keys)[:, None]
-    column = head.to(tl.int64) * head_stride
     index, end = tl.load(lane_indptr + lane), tl.load(lane_indptr + lane + 1)
     while index < end:
         item = items + index * 4
         first_row, num_rows = tl.load(item), tl.load(item + 1)
         start, num_keys = tl.load(item + 2), tl.load(item + 3)
-        if ahead_keys > 0:
-            more = index + 1 < end  # asking goes on with the lane's next item
-            next_start, next_keys = tl.load(item + 6, mask=more, other=0), tl.load(item + 7, mask=more, other=0)
-            for at in tl.static_range(page_keys, ahead_keys, page_keys):
-                _prefetch(k_pool, v_pool, start + at, column, slot_stride, at < num_keys)
         here = row < num_rows * gqa_ratio
         token = tl.load(tokens + first_row + row // gqa_ratio, mask=here, other=0).to(tl.int64)
         query = (token * num_kv + head) * gqa_ratio + row % gqa_ratio
@@ -142,17 +121,13 @@ def _attend_decode_spans(
         acc = tl.zeros([block_rows, dim], tl.float32)
         whole = num_keys // block_keys * block_keys
         for at in range(0, whole, block_keys):
-            if ahead_keys > 0:
-                later = at + ahead_keys
-                slot = tl.where(later < num_keys, start, next_start - num_keys) + later
-                _prefetch(k_pool, v_pool, slot, column, slot_stride, later < num_keys + next_keys)
-            block = (start + at).to(tl.int64) * slot_stride + column + in_block * slot_stride + dims
+            block = (start + at).to(tl.int64) * slot_stride + head * dim + in_block * slot_stride + dims
             some_k, some_v = tl.load(k_pool + block), tl.load(v_pool + block)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")  # [block_rows, block_keys]
             m_i, l_i, acc = _with_more(m_i, l_i, acc, scores, some_v, log2_scale)
         for at in range(whole, num_keys, tail_keys):
             seen = at + in_tail < num_keys
-            block = (start + at).to(tl.int64) * slot_stride + column + in_tail * slot_stride + dims
+            block = (start + at).to(tl.int64) * slot_stride + head * dim + in_tail * slot_stride + dims
             some_k = tl.load(k_pool + block, mask=seen, other=0.0)
             some_v = tl.load(v_pool + block, mask=seen, other=0.0)
             scores = tl.dot(queries, some_k.T, input_precision="ieee")
@@ -163,32 +138,6 @@ def _attend_decode_spans(
         acc /= l_i[:, None]
         tl.store(out + place[:, None] * dim + dims, acc.to(out.dtype.element_ty), mask=here[:, None])
         index += 1
-
-
-@triton.jit
-def _prefetch(
-    k_pool: tl.tensor, v_pool: tl.tensor, slot: tl.tensor, column: tl.tensor, stride: tl.constexpr, wanted: tl.tensor
-) -> None:
-    """Have a line of a slot's keys and one of its values fetched into the L2 cache, if wanted: threads 0 and 1 do."""
-    offset = slot.to(tl.int64) * stride + column
-    tl.inline_asm_elementwise(
-        """{
-            .reg .pred asked;
-            .reg .u32 thread;
-            .reg .u64 address;
-            mov.u32 thread, %tid.x;
-            setp.eq.u32 asked, thread, 0;
-            selp.u64 address, $1, $2, asked;
-            setp.lt.u32 asked, thread, $3;
-            @asked prefetch.global.L2 [address];
-            mov.u32 $0, 0;
-        }""",
-        "=r,l,l,r",
-        [k_pool + offset, v_pool + offset, tl.where(wanted, 2, 0)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

@@ -84,7 +84,7 @@ def allocate_pool(
         BadParameterError: the device has no room for it.
     """
     try:
-        return KVPool.allocate(geometry, num_pages, cache.page_size, dtype, device, cache.kv_layout)
+        return KVPool.allocate(geometry, num_pages, cache.page_size, dtype, device)
     except (MemoryError, torch.OutOfMemoryError):
         gib = num_pages * page_bytes(geometry, cache.page_size, dtype) / 2**30
         raise BadParameterError(f"a pool of {num_pages} pages takes {gib:.1f} GiB, more than '{device}' has") from None

@@ -2,10 +2,9 @@
 
 Between two matrix products a layer otherwise runs five to ten elementwise kernels of torch, each of which goes through
 memory again. All functions here take and give float32, bfloat16 or float16, compute in float32, never synchronise, and
-allocate nothing when `out` is given, so a CUDA graph can capture them. Tensors are contiguous, on the current device;
-only a layer's pool of keys or values may have its slots and heads anywhere, see `pool_strides`. No tokens, no launch. A
-kernel is compiled once for each combination of dtypes, sizes of the model and flags; another number of tokens or slots,
-or an index tensor that begins elsewhere in its buffer, compiles nothing.
+allocate nothing when `out` is given, so a CUDA graph can capture them. Tensors are contiguous, on the current device.
+No tokens, no launch. A kernel is compiled once for each combination of dtypes, sizes of the model and flags; another
+number of tokens or slots, or an index tensor that begins elsewhere in its buffer, compiles nothing.
 
 Triton comes with torch for CUDA only. Import this module where it is needed: without Triton the import is an error.
 """
@@ -134,22 +133,20 @@ def rotate_and_store(
         table: [T, 2, dim / 2], cos and sin as `Rotary.table` has them; any float dtype.
         slots: [T] int32 or int64, each token's place in the pool; a negative one stores nothing. No slot twice.
         q_out: [T, q_heads, dim], written for every token.
-        k_pool, v_pool: [num_slots, kv_heads, dim], see `pool_strides`.
+        k_pool, v_pool: [num_slots, kv_heads, dim].
         q_norm, k_norm: [dim] weights of the norm over each head, or None.
         eps: of the norms.
     """
     num_tokens, num_q, dim = q_out.shape
     num_kv = k_pool.shape[1]
     assert qkv.shape == (num_tokens, (num_q + 2 * num_kv) * dim)
-    assert qkv.is_contiguous()
-    assert q_out.is_contiguous()
-    slot_stride, head_stride = pool_strides(k_pool, v_pool)
+    assert k_pool.shape[1:] == v_pool.shape[1:] == (num_kv, dim)
+    assert all(tensor.is_contiguous() for tensor in (qkv, q_out, k_pool, v_pool))
     if num_tokens:
         block = heads_of_a_program(dim)
         grid = (num_tokens, -(-num_q // block) + 2 * -(-num_kv // block))
-        pools, norms = (k_pool, v_pool, head_stride, slot_stride), (q_norm, k_norm, eps)
         sizes = (num_q, num_kv, dim // 2, block)
-        _rotate_and_store[grid](qkv, table, slots, q_out, *pools, *norms, *sizes, num_warps=2)
+        _rotate_and_store[grid](qkv, table, slots, q_out, k_pool, v_pool, q_norm, k_norm, eps, *sizes, num_warps=2)
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -160,8 +157,6 @@ def _rotate_and_store(
     q_out: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
-    head_stride: int,
-    slot_stride: tl.constexpr,
     q_norm: tl.tensor,
     k_norm: tl.tensor,
     eps: tl.constexpr,
@@ -181,26 +176,24 @@ def _rotate_and_store(
     v = k + num_kv * dim
     table += token * dim
     if part < q_parts:
-        _rotate(q, q_out + token * (num_q * dim), dim, part * block, num_q, table, q_norm, eps, half, block, False)
+        _rotate(q, q_out + token * (num_q * dim), part * block, num_q, table, q_norm, eps, half, block, False)
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            keys, values = k_pool + slot * slot_stride, v_pool + slot * slot_stride
+            place = slot * (num_kv * dim)
             if part < q_parts + kv_parts:
-                first = (part - q_parts) * block
-                _rotate(k, keys, head_stride, first, num_kv, table, k_norm, eps, half, block, True)
+                _rotate(k, k_pool + place, (part - q_parts) * block, num_kv, table, k_norm, eps, half, block, True)
             else:
                 heads = (part - q_parts - kv_parts) * block + tl.arange(0, block)[:, None]
-                dims = tl.arange(0, dim)[None, :]
-                own = tl.load(v + heads * dim + dims, mask=heads < num_kv)
-                tl.store(values + heads.to(tl.int64) * head_stride + dims, own, mask=heads < num_kv)
+                at = heads * dim + tl.arange(0, dim)[None, :]
+                values = tl.load(v + at, mask=heads < num_kv)
+                tl.store(v_pool + place + at, values, mask=heads < num_kv)
 
 
 @triton.jit
 def _rotate(
     source: tl.tensor,
     target: tl.tensor,
-    target_stride: int,
     first_head: tl.tensor,
     num_heads: tl.constexpr,
     table: tl.tensor,
@@ -210,7 +203,7 @@ def _rotate(
     block: tl.constexpr,
     in_place_too: tl.constexpr,
 ) -> None:
-    """Norm and rotate up to `block` of the `num_heads` heads at `source` to `target`, there `target_stride` apart."""
+    """Norm and rotate up to `block` of the `num_heads` heads that lie at `source` into `target`."""
     heads = first_head + tl.arange(0, block)[:, None]
     dims = tl.arange(0, half)[None, :]
     at = heads * (2 * half) + dims
@@ -225,25 +218,11 @@ def _rotate(
         low = (low * scale * tl.load(norm + dims).to(tl.float32)).to(dtype).to(tl.float32)
         high = (high * scale * tl.load(norm + half + dims).to(tl.float32)).to(dtype).to(tl.float32)
     rotated_low, rotated_high = low * cos - high * sin, high * cos + low * sin
-    there = target + heads.to(tl.int64) * target_stride + dims
-    tl.store(there, rotated_low.to(target.dtype.element_ty), mask=inside)
-    tl.store(there + half, rotated_high.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + at, rotated_low.to(target.dtype.element_ty), mask=inside)
+    tl.store(target + at + half, rotated_high.to(target.dtype.element_ty), mask=inside)
     if in_place_too:
         tl.store(source + at, rotated_low.to(dtype), mask=inside)
         tl.store(source + at + half, rotated_high.to(dtype), mask=inside)
-
-
-def pool_strides(k_pool: torch.Tensor, v_pool: torch.Tensor) -> tuple[int, int]:
-    """How many elements lie between slots and between heads of a layer's keys, and of its values: the same of both.
-
-    Pools are [num_slots, kv_heads, dim], elements of a head side by side. The distance of slots is the model's and
-    kernels are compiled for it. That of heads may follow from the size of the pool, so it is an argument; and an int32
-    may not hold it.
-    """
-    assert k_pool.stride() == v_pool.stride()
-    slot_stride, head_stride, dim_stride = k_pool.stride()
-    assert dim_stride == 1
-    return slot_stride, head_stride
 
 
 def heads_of_a_program(dim: int) -> int:

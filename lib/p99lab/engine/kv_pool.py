@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from p99lab.caches.pages import PageCopy, PageMoves
-from p99lab.engine.config import KVLayout
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.staging import upload
 
@@ -19,41 +18,25 @@ MOVED_AT_ONCE = 64  # pages: a quarter of a GiB of a model with 128 KiB a token
 
 @dataclass(frozen=True, slots=True)
 class KVPool:
-    """`k`, `v`: [num_layers, num_pages, page_size, num_kv_heads, head_dim], strided alike.
-
-    A run of consecutive pages is a view of consecutive slots, which lie equally far apart, and the dimensions of a head
-    lie side by side. What else lies where is the layout's: see `allocate`.
-    """
+    """`k`, `v`: [num_layers, num_pages, page_size, num_kv_heads, head_dim], contiguous, so that a run of consecutive
+    pages is a view of consecutive slots."""
 
     k: torch.Tensor
     v: torch.Tensor
 
     @classmethod
     def allocate(
-        cls,
-        geometry: Geometry,
-        num_pages: int,
-        page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        layout: KVLayout = "NHD",
+        cls, geometry: Geometry, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> KVPool:
-        """Reserve the pool, zeroed. In memory:
-
-            NHD    [num_layers, num_pages, page_size, num_kv_heads, head_dim]: the heads of a token side by side
-            HND    [num_layers, num_kv_heads, num_pages, page_size, head_dim]: consecutive tokens of a head side by side
+        """Reserve the pool, zeroed.
 
         On a CPU memory is taken page by page as it is first written (calloc), so a generous pool costs nothing.
 
         Raises:
             torch.OutOfMemoryError, MemoryError: the device has no room; nothing stays allocated.
         """
-        layers, heads, dim = geometry.num_layers, geometry.num_kv_heads, geometry.head_dim
-        if layout == "NHD":
-            shape = (layers, num_pages, page_size, heads, dim)
-            return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-        shape = (layers, heads, num_pages, page_size, dim)
-        return cls(*(_zeros(shape, dtype, device).permute(0, 2, 3, 1, 4) for _ in range(2)))
+        shape = (geometry.num_layers, num_pages, page_size, geometry.num_kv_heads, geometry.head_dim)
+        return cls(_zeros(shape, dtype, device), _zeros(shape, dtype, device))
 
     @property
     def page_size(self) -> int:

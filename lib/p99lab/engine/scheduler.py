@@ -27,6 +27,7 @@ from p99lab.engine.plan import PrefixGroup, Row, StepPlan, StepResult
 from p99lab.engine.policy import POLICIES, URGENCIES
 from p99lab.engine.request import FinishReason, Logprobs, Request, Status
 from p99lab.engine.scheduler_output import Counters, SampledToken, ScheduleOutcome
+from p99lab.engine.step_price import Reader, SharedKeys
 from p99lab.errors import AccountingError, BadParameterError, QueueFullError
 
 MAX_IN_FLIGHT = 2  # one step runs, one is queued behind it
@@ -66,7 +67,7 @@ class Scheduler:
         self._grouping_costs = costs if grouping.decide_by == "cost" else None
         urgency = URGENCIES[config.policy]
         self._admission = Admission(tree, config.max_hold_s, grouping.min_shared_tokens, urgency)
-        self._composition = compose(config, costs, self._step_time_s)
+        self._composition = compose(config, costs, self._readers)
         self._eos_token_ids = frozenset(eos_token_ids)
         self._requests: dict[str, Request] = {}
         self._short_of_pages: set[str] = set()  # waiting requests to which pages were refused
@@ -164,11 +165,19 @@ class Scheduler:
         """
         check_accounts(self.tree, self._requests, self.waiting, self.running, self._in_flight)
 
-    def _step_time_s(self, shares: Iterable[ScheduledTokens], costs: StepCost) -> float:
-        """Predicted, of a step that computes these."""
-        rows = [self._row(request, num_tokens) for request, num_tokens in shares]
-        order, groups = self._arrange(rows)
-        return costs.step_time_s([rows[i] for i in order], groups)
+    def _readers(self, requests: Sequence[Request]) -> list[Reader]:
+        """The keys that each would see in a step of them all, as that step would share them."""
+        order, groups = self._arrange(rows := [self._row(request, remaining(request)) for request in requests])
+        keys: list[list[SharedKeys]] = [[] for _ in requests]
+        for group in groups:
+            shared = SharedKeys(group.num_pages * self.tree.pool.page_size)
+            for place in group.rows:
+                keys[order[place]].append(shared)
+        for own, row in zip(keys, rows, strict=True):
+            num_alone = row.num_computed_tokens - sum(shared.num_keys for shared in own)
+            if num_alone:
+                own.append(SharedKeys(num_alone))
+        return [Reader(own) for own in keys]
 
     def _require_place(self) -> None:
         if self._max_num_waiting is None:

@@ -3,8 +3,7 @@
 A query's attention over a long range of keys is computed in parts: the prefix that its group shares, perhaps cut into
 segments, and what is private. A part's result is its output and its log-sum-exp; from all of them follows the attention
 over all keys, exactly (see `attention.softmax`). Short private parts are computed where the others are merged. As in
-`kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph; tensors but pools are
-contiguous.
+`kernels`, a function is one launch, sums in float32 and can be captured by a CUDA graph; tensors are contiguous.
 
 What a kernel keeps while it goes through keys is FlashAttention's (arXiv 2205.14135): `m_i`, the largest logarithm of a
 weight so far, here to base 2; and relative to it `l_i`, the sum of the weights, and `acc`, that of the weighted values.
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import torch
 
-from p99lab.engine.kernels import heads_of_a_program, pool_strides
+from p99lab.engine.kernels import heads_of_a_program
 from p99lab.engine.needs_triton import tl, triton
 
 KEYS_AT_ONCE = 32
@@ -100,7 +99,7 @@ def finish_states(
 
     Args:
         q: [T, q_heads, dim], dim a power of two >= 16.
-        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads; see `kernels.pool_strides`.
+        k_pool, v_pool: [num_slots, kv_heads, dim], q_heads a multiple of kv_heads.
         private_starts, private_lens: [T] int32 or int64. Token t sees the private_lens[t] slots from private_starts[t]
             on; 0: none, wherever they start. Any length is right, a few hundred at most are fast.
         partial_out: [M0 * gqa_ratio, kv_heads, dim], folded as `gather_folded` folds queries; M0 may be 0.
@@ -119,18 +118,17 @@ def finish_states(
     num_tokens, num_q, dim = q.shape
     num_kv = k_pool.shape[1]
     gqa_ratio = num_q // num_kv
-    assert all(tensor.is_contiguous() for tensor in (q, partial_out, causal_out))
+    assert all(tensor.is_contiguous() for tensor in (q, k_pool, v_pool, partial_out, causal_out))
     assert q.dtype == k_pool.dtype == v_pool.dtype
     assert partial_out.dtype == causal_out.dtype
-    assert partial_out.shape[1:] == k_pool.shape[1:]
+    assert partial_out.shape[1:] == k_pool.shape[1:] == v_pool.shape[1:]
     assert partial_lse.shape == partial_out.shape[:2]
     assert causal_lse.shape == causal_out.shape[:2]
-    slot_stride, head_stride = pool_strides(k_pool, v_pool)
     out = torch.empty_like(q) if out is None else out
     if num_tokens:
         padded = triton.next_power_of_2(gqa_ratio)
         many = max(FEW_ROWS, min(MANY_ROWS, TILE_ELEMENTS // (padded * dim)))
-        private = (k_pool, v_pool, head_stride, slot_stride, private_starts, private_lens)
+        private = (k_pool, v_pool, private_starts, private_lens)
         partials = (partial_out, partial_lse, causal_out, causal_lse, len(partial_out) // gqa_ratio)
         sizes = (num_kv, gqa_ratio, padded, dim, KEYS_AT_ONCE, FEW_ROWS, many)
         _finish_states[(num_tokens * num_kv,)](
@@ -147,8 +145,6 @@ def _finish_states(
     q: tl.tensor,
     k_pool: tl.tensor,
     v_pool: tl.tensor,
-    head_stride: int,
-    slot_stride: tl.constexpr,
     private_starts: tl.tensor,
     private_lens: tl.tensor,
     partial_out: tl.tensor,
@@ -180,9 +176,9 @@ def _finish_states(
     acc = tl.zeros([padded, dim], tl.float32)
     if num_keys > 0:
         queries = tl.load(q + own, mask=heads < gqa_ratio, other=0.0)
-        at = start * slot_stride + kv_head.to(tl.int64) * head_stride
+        at = (start * num_kv + kv_head) * dim
         log2_scale: tl.constexpr = scale * 1.4426950408889634  # log2(e)
-        m_i, l_i, acc = _attended(queries, k_pool + at, v_pool + at, num_keys, log2_scale, slot_stride, block)
+        m_i, l_i, acc = _attended(queries, k_pool + at, v_pool + at, num_keys, log2_scale, num_kv * dim, block)
     while index < end:
         rows, left = merge_rows + index, end - index
         partial, causal = (partial_out, partial_lse, num_partials), (causal_out, causal_lse)

@@ -24,11 +24,9 @@ from p99lab.engine.plan import StepPath, StepPlan
 from p99lab.engine.request import IntArray
 from p99lab.engine.rope import HeadNorms
 from p99lab.engine.staging import upload
-from p99lab.errors import BadParameterError
 
 KERNELS: tuple[Kernel, ...] = ("decode", "fa2", "fa3")
-LAYOUT = "NHD"  # [pages, page_size, kv_heads, dim]: of the tensors' dimensions; strides are taken from the tensors
-MAX_STRIDE = 2**32 - 1  # elements: FA2's `paged_kv_t` keeps strides in 32 bits
+LAYOUT = "NHD"  # [pages, page_size, kv_heads, dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +45,10 @@ class PagedAttention:
     Planning never waits for the device: wrappers plan from what lies on the host, and CUDA stages at once the few bytes
     a row that they copy from pageable memory.
     Use it only where `unsupported` has no objection.
-
-    Raises:
-        BadParameterError: heads lie too far from each other, as they do in a huge pool of the layout HND with few of
-            them.
     """
 
     def __init__(self, pool: KVPool, geometry: Geometry) -> None:
-        device, head_stride = pool.k.device, pool.k.stride(3)
-        if head_stride > MAX_STRIDE:
-            apart = f"heads of this pool lie {head_stride} elements apart, FlashInfer's kernels reach {MAX_STRIDE}"
-            raise BadParameterError(f"{apart}: fewer pages, or kv_layout 'NHD'")
+        device = pool.k.device
         self._device, self._dtype, self._page_size = device, pool.k.dtype, pool.page_size
         self._num_q = geometry.num_q_heads
         self._heads = (geometry.num_q_heads, geometry.num_kv_heads, geometry.head_dim)

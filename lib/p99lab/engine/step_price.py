@@ -80,12 +80,19 @@ class StepPrice:
         return self._costs.causal_s(reader.num_tokens + num_tokens) - self._costs.causal_s(reader.num_tokens)
 
     def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int:
-        """The most of a request's `num_left` tokens that lengthen the step by no more: all, or whole tiles' worth."""
+        """The most of a request's `num_left` tokens that lengthen the step by no more.
+
+        All of them, or such that the last tile is full: what fills less than half of one waits, because the next step
+        likely has a tile of decode rows for it, and everybody else's tokens come sooner.
+        """
         if seconds < 0 or num_left == 0:
             return 0
+        tile, open_tokens = self._costs.tile_tokens, self.open_tokens(reader)
+        num_over = (num_left - open_tokens) % tile
+        if 2 * num_over < tile and open_tokens + tile <= num_left:
+            num_left -= num_over
         if self.added_s(reader, num_left) <= seconds:
             return num_left
-        tile, open_tokens = self._costs.tile_tokens, self.open_tokens(reader)
         low, high = 0, (num_left - open_tokens - 1) // tile + 1  # tiles beyond the open one: affordable, too many
         if high <= 0 or self.added_s(reader, open_tokens) > seconds:
             return 0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p99lab.engine.composition import LONG_SHARE, MIN_CHUNK, Chunked, StepBound, Stock, remaining
+from p99lab.engine.composition import LEAST_LONG, LONG_SHARE, MIN_CHUNK, Chunked, StepBound, Stock, remaining
 from p99lab.engine.costs import H200, StepCost
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.policy import URGENCIES
@@ -115,9 +115,10 @@ def test_the_first_long_prompt_always_gets_its_share(
 ) -> None:
     shares = dict(Chunked(max_tokens, bound(max_step_s)).shares(requests))
     num_left = max_tokens - sum(request.num_computed_tokens >= request.num_prompt_tokens for request in requests)
-    first_long = next((request for request in requests if remaining(request) > num_left > 0), None)
-    if first_long is not None:
-        assert shares[first_long] >= min(num_left * LONG_SHARE, TILE)
+    first_long = next((i for i, request in enumerate(requests) if remaining(request) > num_left > 0), None)
+    if first_long is not None:  # or one before it, which fits the tokens and not the time
+        perhaps = [request for request in requests[: first_long + 1] if remaining(request) > min(num_left, LEAST_LONG)]
+        assert max(shares.get(request, 0) for request in perhaps) >= min(num_left * LONG_SHARE, TILE)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
@@ -152,6 +153,45 @@ def test_the_tiles_of_decode_rows_are_filled_first() -> None:
     assert price_of([*shares.items()], limit) <= 0.025
 
 
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(
+    st.integers(1, 40),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, QUESTION)), max_size=20),
+    st.booleans(),
+    st.sampled_from([0.001, 0.022, 0.025, 0.03, 0.044]),
+    st.sampled_from([3, 8, 100, 2048]),
+)
+def test_the_first_in_line_always_gets_on(
+    num_decoding: int, asking: list[tuple[int, int]], has_long: bool, max_step_s: float, num_tokens: int
+) -> None:
+    """The first short prompt and the first long one, however many others would fill the tiles of decode rows.
+
+    And the bound is exceeded by what those two get where nothing of them fits, and by the rest of their tiles.
+    """
+    decoding = [decodes(10 * i + i % 4) for i in range(num_decoding)]  # on four documents of ten
+    questions = [asks(1000 + 10 * i + document, left) for i, (document, left) in enumerate(asking)]
+    long = [running(0, 260_000, DOCUMENT)] * has_long
+    limit = bound(max_step_s, num_documents=10)
+    shares = Chunked(num_decoding + num_tokens, limit).shares([*decoding, *long, *questions])
+    given = dict(shares)
+    short = [one for one in questions if remaining(one) <= num_tokens][:1]
+    first_long = (long or [one for one in questions if remaining(one) > num_tokens])[:1]
+    assert all(given.get(one, 0) > 0 for one in [*short, *first_long])
+    assert len(given) > num_decoding or not (questions or long)
+    rows = [(one, 1) for one in decoding]
+    least = [(one, MIN_CHUNK + TILE) for one in short or first_long] + [(one, TILE) for one in first_long if short]
+    least_s = price_of([*rows, *least], limit) - price_of(rows, limit)
+    filled_s = COST.rest_s(10 * TILE) - COST.rest_s(0)
+    assert price_of(shares, limit) <= max(max_step_s, price_of(rows, limit)) + least_s + filled_s
+
+
+def test_pieces_of_a_few_tokens_are_no_tiles_each_beyond_the_bound() -> None:
+    """Forty requests with a token left each, on as many documents, beside decode rows that take all the time."""
+    requests = [decodes(0), *(asks(i, 1) for i in range(1, 41))]
+    shares = Chunked(2048, bound(0.001, num_documents=41)).shares(requests)
+    assert shares == [(requests[0], 1), (requests[1], 1)]
+
+
 def test_an_urgent_prompt_pays_for_no_other() -> None:
     """What fills the tiles of others would take time that the urgent one can use."""
     urgent = running(1, 131_072, 100_000, priority=0)
@@ -175,6 +215,15 @@ def test_questions_do_not_wait_for_a_document_nor_it_for_them() -> None:
     assert shares[document] == 2048 * LONG_SHARE
     shares = dict(Chunked(2048).shares([document, *questions[:2]]))
     assert shares[document] == 2048 - 2 * 64
+
+
+def test_a_document_near_its_end_takes_no_more_than_before() -> None:
+    """Its last 2 000 tokens fit the tokens of a step, but the time of many."""
+    document = running(0, 131_072, 129_072)
+    questions = [asks(2), asks(3)]
+    shares = dict(Chunked(2048, bound(0.04)).shares([document, decodes(1), *questions]))
+    assert [shares.get(question) for question in questions] == [QUESTION, QUESTION]
+    assert TILE <= shares[document] < 512
 
 
 def test_room_counts_a_document_by_its_share() -> None:

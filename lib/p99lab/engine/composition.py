@@ -11,11 +11,12 @@ from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.costs import StepCost
 from p99lab.engine.policy import URGENCIES, Urgency
 from p99lab.engine.request import Request
-from p99lab.engine.step_price import Reader, StepPrice
+from p99lab.engine.step_price import Price, Reader, StepPrice, Unpriced
 from p99lab.errors import BadParameterError
 
+LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a question's, whatever it takes
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
-MIN_CHUNK = 64  # tokens: what prompts get of a step whose bound leaves nothing for them
+MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
 
 ScheduledTokens = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
@@ -56,69 +57,40 @@ class Prompt:
     num_given: int = 0
 
 
-class Price(Protocol):
-    """What a step costs while it is put together, see `StepPrice`."""
-
-    def add(self, reader: Reader, num_tokens: int) -> float: ...
-    def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int: ...
-    def to_tile_end(self, reader: Reader, num_tokens: int) -> int: ...
-    def open_tokens(self, reader: Reader) -> int: ...
-    def free_tokens(self, reader: Reader) -> int: ...
-
-
-class Unpriced:
-    """Tokens alone count."""
-
-    def add(self, reader: Reader, num_tokens: int) -> float:
-        return 0.0
-
-    def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int:
-        return num_left
-
-    def to_tile_end(self, reader: Reader, num_tokens: int) -> int:
-        return num_tokens
-
-    def open_tokens(self, reader: Reader) -> int:
-        return 0
-
-    def free_tokens(self, reader: Reader) -> int:
-        return 0
-
-
 class Budget(NamedTuple):
-    """What a step has left for prompts: `num_tokens` at most, within `seconds`, but `num_owed` tokens at any rate."""
+    """What a step has left for prompts: `num_tokens` at most, within `seconds`."""
 
     num_tokens: int
     seconds: float
-    num_owed: int = 0
 
     def part(self, share: float) -> Budget:
-        """`share` of the tokens, rounded up, one of them owed, and of the time (0 s if unbounded: tokens decide)."""
+        """`share` of the tokens, rounded up, and of the time (0 s if unbounded: tokens decide)."""
         seconds = self.seconds * share if 0.0 < self.seconds < math.inf else 0.0
-        return Budget(math.ceil(self.num_tokens * share), seconds, 1)
+        return Budget(math.ceil(self.num_tokens * share), seconds)
 
     def plus(self, other: Budget) -> Budget:
         """Both together."""
-        return Budget(self.num_tokens + other.num_tokens, self.seconds + other.seconds, self.num_owed + other.num_owed)
+        return Budget(self.num_tokens + other.num_tokens, self.seconds + other.seconds)
 
     def minus(self, other: Budget) -> Budget:
-        """What is left without `other`; nobody owes what has been given."""
-        num_owed = max(0, self.num_owed - other.num_owed)
-        return Budget(self.num_tokens - other.num_tokens, self.seconds - other.seconds, num_owed)
+        """What is left without `other`."""
+        return Budget(self.num_tokens - other.num_tokens, self.seconds - other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Chunked:
     """Decode rows first, then prompts in pieces, as many tokens as fit (Sarathi-Serve, arXiv:2403.02310).
 
-    With a `bound`, prompts get no more than it leaves while anybody decodes, or `MIN_CHUNK` tokens where that is
-    nothing. The most urgent first fill the tiles of decode rows on their document, which cost less than tiles of their
-    own. Then pieces end where a tile does, and what is left of tiles that are paid for goes to whoever can use it: such
-    tokens cost their products alone, by which a step may exceed the bound.
+    With a `bound`, prompts get no more than it leaves while anybody decodes. The most urgent first fill the tiles of
+    decode rows on their document, which cost less than tiles of their own, with half of the tokens at most, and while
+    that leaves time for a tile of the first in order. Then pieces end where a tile does, and what is left of tiles that
+    are paid for goes to whoever can use it: such tokens cost their products alone, by which a step may exceed the
+    bound. Where no tile of the first in order fits, it gets `MIN_CHUNK` tokens and the rest of their tile all the same:
+    it would wait for ever behind others whose tiles cost less.
 
     A prompt that is longer than a step yields to shorter ones of the same `urgency` (smaller is more urgent), so that
-    questions do not wait for a document to be read; `LONG_SHARE` of what prompts get is kept for the first such prompt,
-    and a tile at least.
+    questions do not wait for a document to be read. `LONG_SHARE` of what is left after the tiles of decode rows is kept
+    for the first such prompt; it gets that share of `MIN_CHUNK`, and the rest of their tile, all the same.
     """
 
     max_num_batched_tokens: int
@@ -152,22 +124,33 @@ class Chunked:
         prompts = [
             Prompt(request, reader, remaining(request)) for request, reader in zip(waiting, readers, strict=True)
         ]
-        prompts.sort(key=lambda prompt: self.urgency(prompt.request))
         self._give(prompts, Budget(num_tokens, seconds), price)
-        if not any(prompt.num_given for prompt in prompts):
-            _fill(prompts, Budget(num_tokens, 0.0, MIN_CHUNK), price)
         return rows + [(prompt.request, prompt.num_given) for prompt in prompts if prompt.num_given]
 
     def _give(self, prompts: Sequence[Prompt], budget: Budget, price: Price) -> None:
         """Tokens to prompts (the most urgent first), in their order."""
         urgencies = [self.urgency(prompt.request) for prompt in prompts]
-        budget = _fill(prompts[: urgencies.count(urgencies[0])], budget, price, price.open_tokens)
-        order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), prompt.num_left > budget.num_tokens))
-        num_ahead = next((i for i, prompt in enumerate(order) if prompt.num_left > budget.num_tokens), len(order))
-        kept = budget.part(LONG_SHARE) if num_ahead < len(order) else Budget(0, 0.0)
-        budget = _fill(order[:num_ahead], budget.minus(kept), price)
-        budget = _fill(order[num_ahead:], budget.plus(kept), price)
+        is_long = {prompt.request: _is_long(prompt, budget, price) for prompt in prompts}
+        order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), is_long[prompt.request]))
+        num_ahead = next((i for i, prompt in enumerate(order) if is_long[prompt.request]), len(order))
+        first = order[0].reader
+        held = Budget(math.ceil(budget.num_tokens / 2), price.added_s(first, price.to_tile_end(first, 1)))
+        most_urgent = prompts[: urgencies.count(urgencies[0])]
+        budget = _fill(most_urgent, budget.minus(held), price, price.open_tokens).plus(held)
+        kept = budget.part(LONG_SHARE) if 0 < num_ahead < len(order) else Budget(0, 0.0)
+        budget = _fill_some(order[0], budget.minus(kept), price, MIN_CHUNK)
+        budget = _fill(order[1:num_ahead], budget, price).plus(kept)
+        if kept.num_tokens:
+            budget = _fill_some(order[num_ahead], budget, price, math.ceil(MIN_CHUNK * LONG_SHARE))
+        budget = _fill(order[num_ahead + 1 :], budget, price)
         _fill(prompts, Budget(budget.num_tokens, math.inf), price, price.free_tokens)
+
+
+def _is_long(prompt: Prompt, budget: Budget, price: Price) -> bool:
+    """Whether a step cannot hold what is left of it. Near its end a document would else take all of many steps."""
+    if prompt.num_left > budget.num_tokens:
+        return True
+    return prompt.num_left > LEAST_LONG and price.added_s(prompt.reader, prompt.num_left) > max(budget.seconds, 0.0)
 
 
 def _fill(
@@ -178,15 +161,26 @@ def _fill(
         size = min(prompt.num_left, budget.num_tokens)
         if most is not None:
             size = min(size, most(prompt.reader))
-        affordable = price.tokens_within(prompt.reader, budget.seconds, size)
-        if affordable < budget.num_owed:
-            affordable = price.to_tile_end(prompt.reader, budget.num_owed)
-        size = min(size, affordable)
-        if size > 0:
-            budget = budget.minus(Budget(size, price.add(prompt.reader, size), size))
-            prompt.num_given += size
-            prompt.num_left -= size
+        budget = _enter(prompt, price.tokens_within(prompt.reader, budget.seconds, size), budget, price)
     return budget
+
+
+def _fill_some(prompt: Prompt, budget: Budget, price: Price, least: int) -> Budget:
+    """As much as is left, or `least` tokens and the rest of their tile if it would have none; what is left then."""
+    budget = _fill([prompt], budget, price)
+    if prompt.num_given:
+        return budget
+    size = min(prompt.num_left, budget.num_tokens, price.to_tile_end(prompt.reader, least))
+    return _enter(prompt, size, budget, price)
+
+
+def _enter(prompt: Prompt, size: int, budget: Budget, price: Price) -> Budget:
+    """So many of its tokens are in the step; what is left then."""
+    if not size:
+        return budget
+    prompt.num_given += size
+    prompt.num_left -= size
+    return budget.minus(Budget(size, price.add(prompt.reader, size)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ class DeviceCosts:
     `slot_flops_per_s`: one slot while others idle. A tile is computed whole, however few of its `tile_rows` rows exist.
     `beside_bytes_per_s`: what is computed that fast beside reading takes so much longer, because both take power.
     `decode_rows`: a level of decode rows with no more than so many folded rows is only read (0: there is no kernel for
-    it). `item_s`: filling and draining the pipeline of one item. `level_s`: one call of a backend that calls once a
+    it). `item_s`: filling and draining the pipeline of one item. `call_s`: one call of a backend that calls once a
     level. `launch_s`: an attention kernel of a layer. `token_s`: a token's way through everything that is neither
     product nor attention, all layers. `step_s`: what a step takes besides.
     """
@@ -56,7 +56,7 @@ class DeviceCosts:
     num_slots: int
     tile_rows: int
     item_s: float = 0.0
-    level_s: float = 0.0
+    call_s: float = 0.0
     launch_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
@@ -94,7 +94,7 @@ TWO_CORES = DeviceCosts(
     slot_flops_per_s=100e9,
     num_slots=1,
     tile_rows=1,
-    level_s=80e-6,
+    call_s=80e-6,
     step_s=1e-3,
 )
 """The reference backend in fp32 on two Zen 4 cores; measured 2026-11-29."""
@@ -102,7 +102,10 @@ TWO_CORES = DeviceCosts(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A layer's levels: (items, query tokens) by number of keys, and seconds with every slot busy and no overhead."""
+    """A layer's levels: (items, query tokens) by number of keys, and seconds with every slot busy and no overhead.
+
+    For cutting them: without what reading costs at the power limit, which is the same however they are cut.
+    """
 
     spans: dict[int, tuple[int, int]]
     even_s: float
@@ -165,13 +168,13 @@ class StepCost:
         """Seconds of all layers' attention over a level beside others that leave no slot idle."""
         if not level.num_tokens or not level.num_keys:
             return 0.0
-        return self._num_layers * (self._even_s([level]) + self._device.level_s)
+        return self._num_layers * (self._even_s([level]) + self._device.call_s)
 
     def causal_s(self, num_tokens: int) -> float:
         """Seconds of all layers in which so many tokens of a row see each other, in a step that does so anyway."""
         if num_tokens < 2:
             return 0.0
-        return self._num_layers * num_tokens**2 / 2 * self._pair_flops / self._device.attention_flops_per_s
+        return self._num_layers * self._triangle_s(num_tokens)
 
     def attention_s(self, levels: Sequence[Level], segment: int | None = None) -> float:
         """Seconds of one layer's attention over `levels`, cut into segments of that many keys (None: the best)."""
@@ -185,7 +188,7 @@ class StepCost:
             computed_s = max(cut_s, self._even_s(computed))
         read_s = self._even_s([level for level in levels if self._is_read_only(level)])
         num_launches = (computed_s > 0) + (read_s > 0)
-        return num_launches * self._device.launch_s + len(levels) * self._device.level_s + computed_s + read_s
+        return num_launches * self._device.launch_s + len(levels) * self._device.call_s + computed_s + read_s
 
     def attention_of_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of one layer's attention as `groups` says, without what rows see of their own new tokens."""
@@ -197,7 +200,7 @@ class StepCost:
         Counted for a device that is busy: a level's own items and the merging of its results against the time saved.
         """
         num_tokens = sum(readers)
-        own_s = self._num_items(num_tokens) * self._device.item_s / self._device.num_slots + self._device.level_s
+        own_s = self._num_items(num_tokens) * self._device.item_s / self._device.num_slots + self._device.call_s
         apart_s = self._reading_s(num_tokens, num_keys) + own_s + num_tokens * self._partial_s
         return apart_s < sum(self._reading_s(reader, num_keys) for reader in readers)
 
@@ -287,9 +290,13 @@ class StepCost:
         chunks = [len(row.token_ids) for row in rows if len(row.token_ids) > 1]
         if not chunks:
             return 0.0
-        flops_s = sum(n * n for n in chunks) / 2 * self._pair_flops / device.attention_flops_per_s
+        flops_s = sum(map(self._triangle_s, chunks))
         num_items = sum(map(self._num_items, chunks))
         return flops_s + max(1.0, num_items / device.num_slots) * device.item_s
+
+    def _triangle_s(self, num_tokens: int) -> float:
+        """One layer's products of so many tokens with those before each."""
+        return num_tokens**2 / 2 * self._pair_flops / self._device.attention_flops_per_s
 
     def _product_s(self, num_weights: int, num_tokens: int) -> float:
         """One pass over `num_weights`; nothing for no tokens."""

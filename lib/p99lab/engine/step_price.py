@@ -15,16 +15,12 @@ from p99lab.engine.costs import Level, StepCost
 
 @dataclass(slots=True)
 class SharedKeys:
-    """Keys that the tokens of several requests see, or those of one; and which of them the step has."""
+    """Keys that the tokens of several requests see, or those of one; and which of these tokens the step has."""
 
     num_keys: int
     num_tokens: int = 0
     decodes: bool = True  # one token of each request at most
     seconds: float = 0.0
-
-    def with_more(self, num_tokens: int) -> Level:
-        """The level that these keys are with more tokens of one request."""
-        return Level(self.num_tokens + num_tokens, self.num_keys, self.decodes and num_tokens == 1)
 
 
 @dataclass(slots=True)
@@ -39,57 +35,55 @@ class Reader:
         """Whose tiles cost most; None: there is nothing before it."""
         return max(self.keys, key=lambda keys: keys.num_keys, default=None)
 
+    def level(self, keys: SharedKeys, num_tokens: int) -> Level:
+        """What `keys` are with so many more tokens of this request."""
+        decodes = keys.decodes and self.num_tokens + num_tokens == 1
+        return Level(keys.num_tokens + num_tokens, keys.num_keys, decodes)
+
 
 class StepPrice:
-    """A step's predicted time, in which requests are only added.
+    """A step's predicted time (`seconds`), in which requests are only added.
 
-    Counted as if the step had work enough for all of the device. A request that is added twice is counted as if its
-    tokens had come at once.
+    Counted as if the step had work enough for all of the device, and one row sampled; launches are left out. A request
+    that is added twice is counted as if its tokens had come at once.
     """
 
     def __init__(self, costs: StepCost) -> None:
+        self.seconds = costs.rest_s(0)
         self._costs = costs
         self._num_tokens = 0
-        self._attention_s = 0.0
-
-    @property
-    def seconds(self) -> float:
-        return self._attention_s + self._costs.rest_s(self._num_tokens)
 
     def added_s(self, reader: Reader, num_tokens: int) -> float:
         """By how much so many more tokens of a request lengthen the step."""
         costs = self._costs
-        keys_s = sum(costs.level_s(keys.with_more(num_tokens)) - keys.seconds for keys in reader.keys)
+        keys_s = sum(costs.level_s(reader.level(keys, num_tokens)) - keys.seconds for keys in reader.keys)
         rest_s = costs.rest_s(self._num_tokens + num_tokens) - costs.rest_s(self._num_tokens)
-        return keys_s + rest_s + self._causal_s(reader, num_tokens)
+        causal_s = costs.causal_s(reader.num_tokens + num_tokens) - costs.causal_s(reader.num_tokens)
+        return keys_s + rest_s + causal_s
 
     def add(self, reader: Reader, num_tokens: int) -> float:
         """Enter them; by how much they have lengthened the step."""
-        before_s = self.seconds
-        self._num_tokens += num_tokens
-        self._attention_s += self._causal_s(reader, num_tokens)
-        reader.num_tokens += num_tokens
+        added_s = self.added_s(reader, num_tokens)
         for keys in reader.keys:
-            level = keys.with_more(num_tokens)
-            seconds = self._costs.level_s(level)
-            self._attention_s += seconds - keys.seconds
-            keys.num_tokens, keys.decodes, keys.seconds = level.num_tokens, level.decodes, seconds
-        return self.seconds - before_s
-
-    def _causal_s(self, reader: Reader, num_tokens: int) -> float:
-        return self._costs.causal_s(reader.num_tokens + num_tokens) - self._costs.causal_s(reader.num_tokens)
+            level = reader.level(keys, num_tokens)
+            keys.num_tokens, keys.decodes, keys.seconds = level.num_tokens, level.decodes, self._costs.level_s(level)
+        reader.num_tokens += num_tokens
+        self._num_tokens += num_tokens
+        self.seconds += added_s
+        return added_s
 
     def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int:
-        """The most of a request's `num_left` tokens that lengthen the step by no more.
+        """How many of a request's `num_left` tokens lengthen the step by no more than `seconds`: the most that do.
 
-        All of them, or such that the last tile is full: what fills less than half of one waits, because the next step
-        likely has a tile of decode rows for it, and everybody else's tokens come sooner.
+        All of them, or such that the last tile is full. What would fill less than half of a tile over keys that others
+        in the step see too waits, unless it is all there is: the next step likely has a tile of decode rows for it, and
+        everybody else's tokens come sooner.
         """
         if seconds < 0 or num_left == 0:
             return 0
         tile, open_tokens = self._costs.tile_tokens, self.open_tokens(reader)
         num_over = (num_left - open_tokens) % tile
-        if 2 * num_over < tile and open_tokens + tile <= num_left:
+        if 2 * num_over < tile and open_tokens + tile <= num_left and self._has_company(reader):
             num_left -= num_over
         if self.added_s(reader, num_left) <= seconds:
             return num_left
@@ -114,6 +108,36 @@ class StepPrice:
         return 0 if keys is None else -keys.num_tokens % self._costs.tile_tokens
 
     def free_tokens(self, reader: Reader) -> int:
-        """Those of them that cost no attention, because the tile is computed anyway. Decode rows alone compute none."""
+        """Those of them that cost no attention over these keys, because a prompt has paid for the tile."""
         keys = reader.widest
         return 0 if keys is None or keys.decodes else self.open_tokens(reader)
+
+    def _has_company(self, reader: Reader) -> bool:
+        """Whether tokens of others over the request's longest keys are in the step."""
+        keys = reader.widest
+        return keys is not None and keys.num_tokens > reader.num_tokens
+
+
+class Unpriced:
+    """A step in which tokens take no time, of any number: who puts it together counts nothing else."""
+
+    def added_s(self, reader: Reader, num_tokens: int) -> float:
+        return 0.0
+
+    def add(self, reader: Reader, num_tokens: int) -> float:
+        return 0.0
+
+    def tokens_within(self, reader: Reader, seconds: float, num_left: int) -> int:
+        return num_left
+
+    def to_tile_end(self, reader: Reader, num_tokens: int) -> int:
+        return num_tokens
+
+    def open_tokens(self, reader: Reader) -> int:
+        return 0
+
+    def free_tokens(self, reader: Reader) -> int:
+        return 0
+
+
+Price = StepPrice | Unpriced

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p99lab.engine.composition import LEAST_LONG, LONG_SHARE, MIN_CHUNK, Chunked, StepBound, Stock, remaining
+from p99lab.engine.composition import (
+    BACKLOG,
+    LEAST_LONG,
+    LONG_SHARE,
+    MIN_CHUNK,
+    QUIET_SHARE,
+    Chunked,
+    StepBound,
+    Stock,
+    remaining,
+)
 from p99lab.engine.costs import H200, StepCost
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.policy import URGENCIES
@@ -145,7 +155,7 @@ def test_tiles_that_are_paid_for_are_filled(
 def test_the_tiles_of_decode_rows_are_filled_first() -> None:
     """Of both documents, though the first question could take all the time that there is."""
     requests = [decodes(number) for number in range(20)] + [asks(20), asks(22), asks(24), asks(21)]
-    limit = bound(0.024, num_documents=2)
+    limit = bound(0.031, num_documents=2)
     shares = dict(Chunked(2048, limit).shares(requests))
     assert shares[requests[-1]] == TILE - 10
     assert shares[requests[20]] > TILE
@@ -190,6 +200,18 @@ def test_pieces_of_a_few_tokens_are_no_tiles_each_beyond_the_bound() -> None:
     requests = [decodes(0), *(asks(i, 1) for i in range(1, 41))]
     shares = Chunked(2048, bound(0.001, num_documents=41)).shares(requests)
     assert shares == [(requests[0], 1), (requests[1], 1)]
+
+
+def test_a_step_takes_longer_the_more_waits() -> None:
+    limit = bound(0.04)
+    assert limit.step_s(0) == 0.04 * QUIET_SHARE
+    assert limit.step_s(BACKLOG // 2) == pytest.approx(0.04 * (1 + QUIET_SHARE) / 2)
+    assert limit.step_s(BACKLOG) == limit.step_s(131_072) == 0.04
+    few, many = ([decodes(0), *(asks(1 + i) for i in range(count))] for count in (4, 40))
+    times = [
+        price_of(Chunked(2048, shared).shares(some), shared) for some in (few, many) for shared in [bound(0.04, 1)]
+    ]
+    assert times[0] <= limit.step_s(4 * QUESTION) < times[1] <= 0.04
 
 
 def test_an_urgent_prompt_pays_for_no_other() -> None:

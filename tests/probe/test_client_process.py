@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from p99lab.errors import BadParameterError, ModelError
-from p99lab.probe.client_process import ClientJob, ClientProcess, ClientProcessError
+from p99lab.probe.client_process import ClientJob, ClientProcess, ClientProcessError, new_event_loop
 from p99lab.probe.load import Progress
 from p99lab.probe.records import Outcome, Phase
 from p99lab.probe.stats import measured, summarise
@@ -180,6 +181,14 @@ def test_a_job_survives_plain_values() -> None:
     assert ClientJob.parse(order.model_dump(mode="json")) == order
     with pytest.raises(BadParameterError, match=r"unknown parameter 'load\.open\.rat'"):
         ClientJob.parse({**order.model_dump(mode="json"), "load": {"kind": "open", "rat": 1}})
+
+
+def test_it_does_without_uvloop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(new_event_loop()) as loop:
+        assert type(loop).__module__.partition(".")[0] == ("uvloop" if find_spec("uvloop") else "asyncio")
+    monkeypatch.setitem(sys.modules, "uvloop", None)
+    with closing(new_event_loop()) as loop:
+        assert isinstance(loop, asyncio.SelectorEventLoop)
 
 
 def test_a_killed_process_is_one_line(endpoint: Endpoint) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from p99lab.errors import BadParameterError
+from p99lab.probe.ahead import NUM_READY
 from p99lab.probe.documents import Passage
 from p99lab.probe.load import drive
 from p99lab.probe.records import Outcome, Phase, from_table, read_parquet, to_table, write_parquet
@@ -84,13 +85,15 @@ def test_requests_are_ready_before_their_time(fake_target: Any, virtual: Any) ->
             return super().send(query)  # type: ignore[no-any-return]
 
     async def main() -> Any:
-        load, clock = OpenLoad(rate=1, num_requests=5, warmup_share=0), asyncio.get_running_loop().time
-        due = (query(i, intended_s=float(i + 1)) for i in range(9))
+        load, clock = OpenLoad(rate=1, num_requests=20, warmup_share=0), asyncio.get_running_loop().time
+        due = (query(i, intended_s=float(i + 1)) for i in range(60))
         return await drive(Noting(), load, due, clock=clock, spin_s=0.0)
 
     sent_s = [record.send_s for record in virtual(main).records]
-    assert len(sent_s) >= 5
-    assert ready_s[1 : len(sent_s)] == pytest.approx(sent_s[:-1])  # when the one before is sent
+    assert sent_s[:20] == pytest.approx(range(1, 21))
+    assert ready_s[: NUM_READY + 1] == [0.0] * (NUM_READY + 1)  # the first is taken, to be sent at its time
+    later = ready_s[NUM_READY + 1 :]
+    assert later == pytest.approx(sent_s[: len(later)])  # one is made when another is sent
 
 
 def test_all_queries_of_a_finite_load_are_made_before_the_first_is_sent(fake_target: Any, virtual: Any) -> None:

@@ -1,16 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import math
 import socket
+import ssl
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any
 
-import httpx
+import aiohttp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from p99lab.engine.events import TokenEvent, Usage
 from p99lab.engine.request import FinishReason, Timeline
 from p99lab.errors import BadParameterError
+from p99lab.probe import targets
 from p99lab.probe.documents import Passage, stdlib_documents
 from p99lab.probe.load import Run, drive
 from p99lab.probe.openai_stream import chunks
@@ -63,6 +66,7 @@ def usage(prompt: int = 10, completion: int = 3, cached: int | None = 8) -> byte
 KEYS = ("choices", "usage", "error", "text", "delta", "content", "finish_reason", "prompt_tokens", "message", "data")
 KEYS += ("completion_tokens", "prompt_tokens_details", "cached_tokens", "p99lab_timeline", "queue_s", "tool_calls")
 DONE = b"data: [DONE]\n\n"
+CHUNKED = HEAD.replace(b"close", b"close\r\ntransfer-encoding: chunked")
 HTML = HEAD.replace(b"text/event-stream", b"text/html; charset=utf-8")
 GOOD = text("one") + text(" two") + text(" three", "length") + usage() + DONE
 
@@ -169,7 +173,9 @@ def test_completions_send_token_ids_where_there_are_some(serve: Any) -> None:
         ([HEAD.replace(b"close", b"close\r\ncontent-encoding: gzip"), GOOD], Outcome.ERROR, "undecodable answer"),
         ([b"HTTP/1.1 307 Away\r\nlocation: /x\r\ncontent-length: 0\r\n\r\n"], Outcome.ERROR, "http 307"),
         ([b"not http at all\r\n\r\n"], Outcome.CUT, "connection lost"),
-        ([HEAD.replace(b"close", b"close\r\ntransfer-encoding: chunked"), b"zz\r\n"], Outcome.CUT, "connection lost"),
+        ([CHUNKED, b"zz\r\n"], Outcome.CUT, "connection lost"),
+        ([CHUNKED, b"5\r\ndat", 0.05, b"a: too long"], Outcome.CUT, "connection lost"),
+        ([CHUNKED, b"5\r\ndata:\r\n"], Outcome.CUT, "connection lost"),
         ([HEAD, text("one"), b": ping\n\n", 0.1, b": ping\n\n", 5.0], Outcome.TIMEOUT, "no end after 0.3 s"),
         ([HEAD, text(""), text("", "stop"), DONE], Outcome.ERROR, "empty answer"),
         ([HEAD, text("one"), 5.0], Outcome.TIMEOUT, "no end after 0.3 s"),
@@ -381,7 +387,7 @@ def test_some_failures_leave_the_others_alone(serve: Any) -> None:
 
 
 def test_no_pool_holds_back_the_clients(serve: Any) -> None:
-    """150 at once: more than the 100 connections that httpx allows by default."""
+    """150 at once: more than the 100 connections that aiohttp allows by default."""
     waiting: list[asyncio.StreamWriter] = []
     all_here = asyncio.Event()
 
@@ -403,6 +409,69 @@ def test_no_pool_holds_back_the_clients(serve: Any) -> None:
                 await target.close()
 
     assert [r.outcome for r in asyncio.run(main()).records] == [Outcome.OK] * 150
+
+
+def test_each_request_has_a_connection_of_its_own(serve: Any) -> None:
+    """One that idles may be closing, and binds the next request to one process of a server."""
+    _, served, _ = ask(serve, script(HEAD, GOOD), 3)
+    assert ["connection: close" in head.lower() for head in served.headers] == [True] * 4
+
+
+def test_proxies_of_the_environment_are_not_used(serve: Any, monkeypatch: Any) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert only(ask(serve, script(HEAD, GOOD))[0]).outcome is Outcome.OK
+
+
+def test_a_body_arrives_whole_in_whatever_pieces(serve: Any, monkeypatch: Any) -> None:
+    prompt = ask(serve, script(HEAD, GOOD), ids=True)[1].bodies[0]
+    for piece_bytes in (7, 128):
+        monkeypatch.setattr(targets, "PIECE_BYTES", piece_bytes)
+        assert ask(serve, script(HEAD, GOOD), ids=True)[1].bodies[0] == prompt
+
+
+def test_a_client_that_leaves_closes_its_connection(serve: Any) -> None:
+    left = asyncio.Event()
+
+    async def behave(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD)
+        with suppress(ConnectionError):
+            for _ in range(500):
+                writer.write(text("one"))
+                await writer.drain()
+                await asyncio.sleep(0.01)
+            return
+        left.set()
+
+    async def main() -> None:
+        async with serve(behave) as served:
+            target = OpenAITarget(served.url)
+            await target.open()
+            answer = target.send(texts(1)[0])
+            assert (await anext(answer)).num_tokens == 1
+            await answer.aclose()
+            await asyncio.wait_for(left.wait(), 4.0)
+            await target.close()
+
+    asyncio.run(main())
+
+
+def test_a_lost_listing_is_one_line_and_not_asked_for_again() -> None:
+    num_asked = 0
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        await reader.readuntil(b"\r\n\r\n")
+        num_asked += 1
+        writer.close()
+
+    async def main() -> None:
+        async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+            await OpenAITarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}").open()
+
+    with pytest.raises(TargetError, match=r"/v1 does not answer: Server disconnected$"):
+        asyncio.run(main())
+    assert num_asked == 1
 
 
 def test_the_key_comes_from_the_environment_and_stays_out_of_records(serve: Any, monkeypatch: Any) -> None:
@@ -453,15 +522,17 @@ def test_a_model_that_is_not_listed_is_one_line(serve: Any) -> None:
 
 
 def test_why_there_is_no_connection() -> None:
-    for cause, why in (
-        (ConnectionRefusedError(111, "refused"), "connection refused"),
-        (socket.gaierror(-2, "Name or service not known"), "no such host"),
-        (OSError(24, "Too many open files"), "Too many open files"),
-        (None, "connection failed"),
-    ):
-        error = httpx.ConnectError("All connection attempts failed")
-        error.__cause__ = cause if cause is None else ExceptionGroup("attempts", [cause])
-        assert connect_failure(error) == why
+    two = "Multiple exceptions: [Errno 99] Cannot assign requested address, [Errno {}] Connect call failed"
+    cases: tuple[tuple[Any, Exception, str], ...] = (
+        (aiohttp.ClientConnectorError, OSError(errno.ECONNREFUSED, "at 127.0.0.1"), "connection refused"),
+        (aiohttp.ClientConnectorError, OSError(two.format(errno.ECONNREFUSED)), "connection refused"),
+        (aiohttp.ClientConnectorError, OSError(two.format(errno.EACCES)), "connection failed"),
+        (aiohttp.ClientConnectorError, OSError(errno.EMFILE, "at 127.0.0.1"), "Too many open files"),
+        (aiohttp.ClientConnectorDNSError, socket.gaierror(-2, "Name or service not known"), "no such host"),
+        (aiohttp.ClientConnectorSSLError, ssl.SSLError("no reason"), "TLS: failed"),
+    )
+    for kind, cause, why in cases:
+        assert connect_failure(kind(None, cause)) == why
 
 
 def test_a_server_without_tls_is_one_line() -> None:

@@ -18,6 +18,9 @@ LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a quest
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
 
+QUIET_SHARE = 0.7  # of the bound on a step that a step has while nothing much waits
+BACKLOG = 1024  # tokens of prompts: when as many wait, a step has all of it
+
 ScheduledTokens = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
 
@@ -36,7 +39,9 @@ class Composition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """How long a step may take while requests decode.
+    """How long a step may take while requests decode: `max_step_s`, and less while little waits.
+
+    Long steps do more a second, short ones serve those who decode. So the queue decides.
 
     `readers`: of the running requests, in their order, each with the keys that it sees, shared with others where a step
     would share them.
@@ -45,6 +50,10 @@ class StepBound:
     max_step_s: float
     costs: StepCost
     readers: Callable[[Sequence[Request]], Sequence[Reader]]
+
+    def step_s(self, num_waiting_tokens: int) -> float:
+        """Seconds of a step while so many tokens of prompts wait."""
+        return self.max_step_s * (QUIET_SHARE + (1.0 - QUIET_SHARE) * min(1.0, num_waiting_tokens / BACKLOG))
 
 
 @dataclass(slots=True)
@@ -120,7 +129,7 @@ class Chunked:
             readers = bound.readers([*decoding, *waiting])
             for reader in readers[: len(rows)]:
                 price.add(reader, 1)
-            readers, seconds = readers[len(rows) :], bound.max_step_s - price.seconds
+            readers, seconds = readers[len(rows) :], bound.step_s(sum(map(remaining, waiting))) - price.seconds
         prompts = [
             Prompt(request, reader, remaining(request)) for request, reader in zip(waiting, readers, strict=True)
         ]

@@ -25,6 +25,7 @@ from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model_store import load
 from p99lab.engine.output_text import NoText, OutputText
 from p99lab.engine.outputs import LiveRequests, OnEvent, Outbox
+from p99lab.engine.pace import Pace
 from p99lab.engine.pipeline import Pipeline
 from p99lab.engine.prompts import Prompt as Prompt
 from p99lab.engine.prompts import check_limits, encode
@@ -215,6 +216,11 @@ class Engine:
                         self._pipeline.advance(runner.launch)
             finally:
                 self._deliver()
+
+    @property
+    def spare_s(self) -> float:
+        """For how many seconds the next step need not be planned: a request that is added meanwhile will be in it."""
+        return self._pipeline.spare_s
 
     def fail(self, error: BaseException) -> None:
         """Something outside a step has shown the accounts to be broken: every request ends, later calls say why."""
@@ -410,7 +416,7 @@ class Engine:
 
     def _new_pipeline(self, config: EngineConfig) -> Pipeline:
         scheduler = Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
-        return Pipeline(scheduler, self._requests, config.scheduler.overlap, self.clock)
+        return Pipeline(scheduler, self._requests, config.scheduler.overlap, Pace(self._costs), self.clock)
 
     def _usable_runner(self) -> Runner:
         """The runner of an engine that can still be used.

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from p99lab.engine.outputs import LiveRequests
+from p99lab.engine.pace import Pace
 from p99lab.engine.plan import InFlight, StepPlan
 from p99lab.engine.scheduler import Scheduler
 from p99lab.engine.stats import StepTimes
@@ -18,11 +19,12 @@ Launch = Callable[[StepPlan], InFlight]
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step in flight: its plan, what runs it, and since when."""
+    """A step in flight: its plan, what runs it, since when, and for how long by the cost model (None: it has none)."""
 
     plan: StepPlan
     step: InFlight
     launched_s: float
+    predicted_s: float | None
 
 
 class Pipeline:
@@ -33,15 +35,20 @@ class Pipeline:
     Args:
         requests: emit what the steps have sampled.
         overlap: whether a step is launched while the one before it runs.
+        pace: has seen no step of another pipeline.
         clock: seconds.
     """
 
-    def __init__(self, scheduler: Scheduler, requests: LiveRequests, overlap: bool, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, requests: LiveRequests, overlap: bool, pace: Pace, clock: Callable[[], float]
+    ) -> None:
         self.scheduler = scheduler
         self.step_times = StepTimes()
         self._requests = requests
         self._overlap = overlap
+        self._pace = pace
         self._clock = clock
+        self._began_s = 0.0  # the oldest step in flight, on the device
         self._in_flight: deque[LaunchedStep] = deque()  # oldest first; between two calls at most one
 
     @property
@@ -53,6 +60,13 @@ class Pipeline:
     def running(self) -> StepPlan | None:
         """The oldest step in flight."""
         return self._in_flight[0].plan if self._in_flight else None
+
+    @property
+    def spare_s(self) -> float:
+        """For how long the next step need not be planned: what arrives meanwhile will be in it."""
+        if not self._overlap or len(self._in_flight) != 1:
+            return 0.0
+        return max(0.0, self._began_s + self._pace.spare_s(self._in_flight[0].predicted_s) - self._clock())
 
     def advance(self, launch: Launch) -> None:
         """Launch the next step; then take in the oldest one in flight, unless it is that one and may overlap."""
@@ -67,6 +81,8 @@ class Pipeline:
         result = oldest.step.result()
         ended_s = self._clock()
         self._in_flight.popleft()
+        self._began_s = ended_s
+        self._pace.ended(oldest.predicted_s, result.device_s)
         next_admitted = self.scheduler.outcome.admitted if self._in_flight else ()
         book_step(self.scheduler.running, oldest.plan, next_admitted, ended_s)
         for sampled in self.scheduler.update(result):
@@ -93,6 +109,11 @@ class Pipeline:
             return False
         if not self._in_flight:
             book_launch(self.scheduler.outcome, planned_s)
-        self._in_flight.append(LaunchedStep(plan, launch(plan), planned_s))
-        self.step_times.launch_s += self._clock() - planned_s
+        step = launch(plan)
+        launched_s = self._clock()
+        if not self._in_flight:
+            self._began_s = launched_s
+        self._in_flight.append(LaunchedStep(plan, step, planned_s, self._pace.predict_s(plan)))
+        self._pace.launched(launched_s - began_s)
+        self.step_times.launch_s += launched_s - planned_s
         return True

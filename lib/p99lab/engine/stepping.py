@@ -99,18 +99,31 @@ class StepLoop:
     def _run(self) -> None:
         running, idle_s, checked = True, 0.0, True
         while running and self._engine() is not None and threading.main_thread().is_alive():
+            wait_s = self._step()
             try:
-                command = self._inbox.get(timeout=POLL_S)
+                command = self._inbox.get(timeout=wait_s or POLL_S)
             except queue.Empty:
-                idle_s += POLL_S
+                idle_s += 0.0 if wait_s else POLL_S
                 if idle_s >= IDLE_CHECK_S and not checked:
                     checked = self._check()
             else:
                 idle_s, checked = 0.0, False
                 running = self._obey(command)
 
+    def _step(self) -> float:
+        """Step until a command has come or no request is left (0), or while there is time to wait for one (seconds)."""
+        engine = self._engine()
+        if engine is None:
+            return 0.0
+        with contextlib.suppress(Exception):  # a failed engine has ended its requests, and says why to whoever asks
+            while self._inbox.empty() and engine.has_requests and threading.main_thread().is_alive():
+                if spare_s := engine.spare_s:
+                    return spare_s
+                engine.advance()
+        return 0.0
+
     def _obey(self, command: Command | None) -> bool:
-        """Apply a command and step, until another command comes or no request is left. False: stop."""
+        """Apply a command. False: stop."""
         engine = self._engine()
         if command is None or engine is None:
             return False
@@ -118,9 +131,6 @@ class StepLoop:
             command(engine)
         except Exception as error:  # clients' own errors went to their streams
             engine.fail(error)
-        with contextlib.suppress(Exception):  # a failed engine has ended its requests, and says why to whoever asks
-            while self._inbox.empty() and engine.has_requests and threading.main_thread().is_alive():
-                engine.advance()
         return True
 
     def _check(self) -> bool:

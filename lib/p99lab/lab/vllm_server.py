@@ -8,6 +8,7 @@ processes of their own, die with it.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.metadata
 import os
 import re
@@ -21,7 +22,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import psutil
 
 from p99lab.engine.model_store import cache_dir
@@ -45,6 +45,7 @@ BEST_FLAGS = (
 START_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 15.0
 _POLL_S = 0.25
+_HEALTH_TIMEOUT_S = 1.0
 _DEAD = ("EngineCore failed to start", "EngineDeadError")  # its HTTP server may live on, and never answer
 _NOT_THE_CAUSE = ("EngineDeadError", "root cause", "KeyboardInterrupt")
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception)\b.*")
@@ -157,17 +158,24 @@ def _free_port() -> int:
 
 def _await_health(process: subprocess.Popen[bytes], port: int, log: Path, timeout_s: float) -> None:
     until_s = time.monotonic() + timeout_s
-    with httpx.Client(trust_env=False, timeout=1.0) as client:
-        while time.monotonic() < until_s:
-            if process.poll() is not None:
-                raise PeerError(f"vLLM ended with exit code {process.returncode}: {_reason(log)}")
-            with contextlib.suppress(httpx.HTTPError):
-                if client.get(f"http://127.0.0.1:{port}/health").status_code == httpx.codes.OK:
-                    return
-            if any(sign in _text(log) for sign in _DEAD):
-                raise PeerError(f"vLLM's engine did not start: {_reason(log)}")
-            time.sleep(_POLL_S)
+    while time.monotonic() < until_s:
+        if process.poll() is not None:
+            raise PeerError(f"vLLM ended with exit code {process.returncode}: {_reason(log)}")
+        if _is_healthy(port):
+            return
+        if any(sign in _text(log) for sign in _DEAD):
+            raise PeerError(f"vLLM's engine did not start: {_reason(log)}")
+        time.sleep(_POLL_S)
     raise PeerError(f"vLLM does not answer after {timeout_s:.0f} s: {_reason(log)}")
+
+
+def _is_healthy(port: int) -> bool:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=_HEALTH_TIMEOUT_S)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
 
 
 def _text(log: Path) -> str:

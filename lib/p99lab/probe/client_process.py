@@ -380,9 +380,18 @@ def _take_orders(parent: int, orders: queue.SimpleQueue[bytes]) -> None:
     os._exit(0)
 
 
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where there is one: tokens of all streams come at once, and a send that falls due meanwhile waits."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with os.fdopen(os.dup(1), "wb") as channel, asyncio.Runner() as runner:
+    with os.fdopen(os.dup(1), "wb") as channel, asyncio.Runner(loop_factory=new_event_loop) as runner:
         os.dup2(2, 1)  # what a library prints must not get among the frames
         orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=_take_orders, args=(int(sys.argv[1]), orders), daemon=True).start()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from p99lab.probe.ahead import Ahead
+from p99lab.probe.ahead import Ahead, Answer
 from p99lab.probe.records import Outcome, Phase, RequestRecord
 from p99lab.probe.targets import Chunk, RequestError, Served, Target
 from p99lab.probe.workload import ClosedLoad, Load, Query, with_end
@@ -54,24 +54,28 @@ async def drive(
     on_progress: Callable[[Progress], None] | None = None,
     clock: Clock = time.perf_counter,
     spin_s: float = 0.002,
+    hold_s: float = 0.0003,
 ) -> Run:
     """Run the load to its end.
 
-    Queries are made beforehand as far as memory allows, so that no send waits for one (`Ahead`). Warm-up requests are
-    followed by measured ones without a pause, and the load is kept up (`Phase.COOLDOWN`) until the last measured
-    request has ended: otherwise the last ones would be answered by an idle target. What is then still in flight is
-    cancelled, and recorded as such. Cancelling this call closes every stream before it returns.
+    Queries are made beforehand as far as memory allows, and the next few requests, so that no send waits for one
+    (`Ahead`). Warm-up requests are followed by measured ones without a pause, and the load is kept up
+    (`Phase.COOLDOWN`) until the last measured request has ended: otherwise the last ones would be answered by an idle
+    target. What is then still in flight is cancelled, and recorded as such. Cancelling this call closes every stream
+    before it returns.
 
     Args:
         clock: seconds, must advance as the event loop's sleeps do.
         spin_s: an open load stops sleeping this long before an arrival and polls, because timers of an event loop are
             a millisecond coarse.
+        hold_s: this long before an arrival, `spin_s` at most, nothing else is begun: tokens of all streams come at
+            once, 10 to 20 us each, and the send would wait for the last. They are timed that much later, if they come.
     """
     load = with_end(load)
-    ahead = Ahead(queries, load)
+    ahead = Ahead(queries, load, target.send)
     await ahead.make_first()
     before = await target.counters()
-    sending = _Sending(target, load, ahead, on_progress, clock, spin_s)
+    sending = _Sending(load, ahead, on_progress, clock, spin_s, min(hold_s, spin_s))
     try:
         await sending.run()
     except BaseExceptionGroup as group:
@@ -110,12 +114,12 @@ class _End:
 class _Sending:
     """One run in progress."""
 
-    target: Target
     load: Load
     ahead: Ahead
     on_progress: Callable[[Progress], None] | None
     clock: Clock
     spin_s: float
+    hold_s: float
     records: list[RequestRecord] = field(default_factory=list)
     origin_s: float = 0.0
     began_unix_s: float = 0.0
@@ -147,8 +151,8 @@ class _Sending:
         return self.clock() - self.origin_s
 
     async def client(self, load: ClosedLoad, number: int) -> None:
-        while (query := self.take()) is not None:
-            await self.exchange(query, self.target.send(query), self.begin(query, self.now_s()), number)
+        while (taken := self.take()) is not None:
+            await self.exchange(*taken, self.begin(taken[0], self.now_s()), number)
             await asyncio.sleep(load.think_time_s)  # even 0 lets the others run, should a target never wait
 
     async def arrivals(self) -> None:
@@ -157,11 +161,11 @@ class _Sending:
 
     async def arrival(self, group: asyncio.TaskGroup) -> None:
         """One query, sent by the task that waited for its time: another task would be late by what runs before it."""
-        if (query := self.take()) is None:
+        if (taken := self.take()) is None:
             return
+        query, answer = taken
         intended_s = query.intended_s if query.intended_s is not None else self.now_s()
         phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
-        answer = self.target.send(query)  # ready by its time
         self.due_s = intended_s
         await self.sleep_until(intended_s)
         group.create_task(self.arrival(group))  # begins after this one is sent
@@ -173,16 +177,17 @@ class _Sending:
 
     async def sleep_until(self, at_s: float) -> None:
         while (left_s := at_s - self.now_s()) > 0:
-            await asyncio.sleep(max(0.0, left_s - self.spin_s))
+            if left_s > self.hold_s:
+                await asyncio.sleep(max(0.0, left_s - self.spin_s))
 
-    def take(self) -> Query | None:
-        """The next query; None when there is nothing left to send for."""
-        query = None if self.finished.is_set() else self.ahead.take()
-        if query is None:
+    def take(self) -> tuple[Query, Answer] | None:
+        """The next query and its request; None when there is nothing left to send for."""
+        taken = None if self.finished.is_set() else self.ahead.take()
+        if taken is None:
             self.close_window()
         else:
             self.num_taken += 1
-        return query
+        return taken
 
     def begin(self, query: Query, at_s: float) -> Phase:
         """The phase of the query just taken, to be sent at `at_s`; a measured one is owed from here on."""
@@ -217,9 +222,7 @@ class _Sending:
         if self.window_closed and self.measured_in_flight == 0:
             self.finished.set()
 
-    async def exchange(
-        self, query: Query, answer: AsyncGenerator[Chunk, None], phase: Phase, client: int | None
-    ) -> None:
+    async def exchange(self, query: Query, answer: Answer, phase: Phase, client: int | None) -> None:
         """Send one query and record what comes back, also when this is cancelled."""
         tape, end = _Tape(), _End(Outcome.CANCELLED)
         send_s = self.now_s()
@@ -230,7 +233,7 @@ class _Sending:
             self.num_in_flight -= 1
             self.keep(_record(query, phase, client, send_s, self.now_s(), tape, end))
 
-    async def answered(self, answer: AsyncGenerator[Chunk, None], tape: _Tape) -> _End:
+    async def answered(self, answer: Answer, tape: _Tape) -> _End:
         """How an answer ended; what came of it is on the tape."""
         load, now = self.load, asyncio.get_running_loop().time
         ends_at, idle_s = now() + load.timeout_s, load.idle_timeout_s

@@ -6,10 +6,8 @@ The events' grammar is that of the HTML standard ("Server-sent events", 9.2.6), 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable
-from contextlib import aclosing
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -23,6 +21,7 @@ MAX_COUNT = 2**53  # a JSON number above is not exact
 DONE = b"[DONE]"
 _TIMELINE_SHARES = ("queue_s", "prefill_s", "decode_s", "stalled_s", "scheduling_s")
 _FAILED_FINISHES = frozenset({"error", "abort", "cancelled"})
+_SHOWS, _SILENT = Chunk(1), Chunk(0)
 
 
 async def chunks(body: AsyncIterable[bytes], tokenize: Tokenize | None = None) -> AsyncGenerator[Chunk, None]:
@@ -35,57 +34,107 @@ async def chunks(body: AsyncIterable[bytes], tokenize: Tokenize | None = None) -
     Raises:
         RequestError: the stream is malformed, reports an error, or ends before the answer does.
     """
-    finished, shown, texts, served = False, False, list[str](), None
-    async with aclosing(events(body)) as data:
-        async for event in data:
+    answer = _Answer(tokenize)
+    async for block in body:
+        for chunk in answer.read(block):
+            yield chunk
+        if answer.done:
+            break
+    for chunk in answer.end():
+        yield chunk
+
+
+class _Answer:
+    """An answer as far as it is read. All within a read is done at once: other clients wait for each turn of a task."""
+
+    def __init__(self, tokenize: Tokenize | None) -> None:
+        self.done = False  # its last event was there
+        self._events = _Events()
+        self._finished, self._shown = False, False
+        self._served: Served | None = None
+        self._tokenize, self._texts = tokenize, list[str]()
+
+    def read(self, block: bytes) -> Iterator[Chunk]:
+        return self._chunks(self._events.of(block))
+
+    def end(self) -> Iterator[Chunk]:
+        if not self.done:
+            yield from self._chunks(self._events.cut_off())
+        if not self._finished:
+            raise RequestError(Outcome.CUT, "no finish_reason" if self.done else "stream ended early")
+        served = self._served
+        if not self._shown and served is not None and served.num_output_tokens == 1:
+            yield Chunk(
+                1
+            )  # the one token spells nothing (an end-of-sequence token): it came with the end, at the latest
+        if self._tokenize is not None and (served is None or served.num_output_tokens is None):
+            yield Chunk(0, _counted(served, len(self._tokenize("".join(self._texts)))))
+
+    def _chunks(self, events: Iterable[bytes]) -> Iterator[Chunk]:
+        for event in events:
             if event == DONE:
-                break
+                self.done = True
+                return
             part = _parse(event)
-            if part.finish in _FAILED_FINISHES:
-                raise RequestError(Outcome.ERROR, f"finish_reason {part.finish}")
-            finished = finished or part.finish is not None
-            served = part.served or served
-            if tokenize is not None:
-                texts.append(part.text)
-            shown = shown or part.shows
-            yield Chunk(int(part.shows), part.served)
-        else:
-            if not finished:
-                raise RequestError(Outcome.CUT, "stream ended early")
-    if not finished:
-        raise RequestError(Outcome.CUT, "no finish_reason")
-    if not shown and served is not None and served.num_output_tokens == 1:
-        yield Chunk(1)  # the one token spells nothing (an end-of-sequence token): it came with the end, at the latest
-    if tokenize is not None and (served is None or served.num_output_tokens is None):
-        yield Chunk(0, _counted(served, len(tokenize("".join(texts)))))
+            if part.finish is not None:
+                if part.finish in _FAILED_FINISHES:
+                    raise RequestError(Outcome.ERROR, f"finish_reason {part.finish}")
+                self._finished = True
+            if self._tokenize is not None:
+                self._texts.append(part.text)
+            self._shown = self._shown or part.shows
+            if part.served is None:
+                yield _SHOWS if part.shows else _SILENT
+            else:
+                self._served = part.served
+                yield Chunk(int(part.shows), part.served)
 
 
-async def events(body: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+class _Events:
     """The data of each event, its lines joined; comments and other fields are left out.
 
-    Whole reads are split here: a decoder of text lines copies, which is slow for long streams. An event that the end of
-    the stream cuts off is given too: its JSON says whether it is whole.
-
-    Raises:
-        RequestError: an event without end.
+    Whole reads are split here: a decoder of text lines copies, which is slow for long streams.
     """
-    rest, data, num_bytes = b"", list[bytes](), 0
-    async for block in body:
-        *lines, rest = (rest + block).split(b"\n")
+
+    def __init__(self) -> None:
+        self._rest = b""  # a line that has not ended
+        self._data: list[bytes] = []  # of the event that has not ended
+        self._num_bytes = 0
+
+    def of(self, block: bytes) -> Iterable[bytes]:
+        """The events that end in a read.
+
+        Raises:
+            RequestError: an event without end.
+        """
+        if self._rest or self._data or not _is_one_event(block):
+            return self._split(block)
+        return (block[5:-2].strip(),)
+
+    def cut_off(self) -> Iterable[bytes]:
+        """The event that the end of the stream cuts off, if any: its JSON says whether it is whole."""
+        if self._rest.startswith(b"data:"):
+            self._data.append(self._rest[5:].strip())
+        return (b"\n".join(self._data),) if self._data else ()
+
+    def _split(self, block: bytes) -> Iterator[bytes]:
+        *lines, self._rest = (self._rest + block).split(b"\n")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line.startswith(b"data:"):
-                data.append(line[5:].strip())
-                num_bytes += len(line)
-            elif not line and data:
-                yield b"\n".join(data)
-                data, num_bytes = [], 0
-        if num_bytes + len(rest) > MAX_EVENT_BYTES:
+                self._data.append(line[5:].strip())
+                self._num_bytes += len(line)
+            elif not line and self._data:
+                event = b"\n".join(self._data)
+                self._data, self._num_bytes = [], 0
+                yield event
+        if self._num_bytes + len(self._rest) > MAX_EVENT_BYTES:
             raise RequestError(Outcome.ERROR, "event too long")
-    if rest.startswith(b"data:"):
-        data.append(rest[5:].strip())
-    if data:
-        yield b"\n".join(data)
+
+
+def _is_one_event(block: bytes) -> bool:
+    """A single line of data and its end, as a token comes."""
+    return block.startswith(b"data:") and block.endswith(b"\n\n") and block.count(b"\n") == 2
 
 
 def message_of(body: bytes) -> str | None:
@@ -104,8 +153,7 @@ def message_of(body: bytes) -> str | None:
     return detail if isinstance(detail, str) else None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """What one event says: text that the reader sees, why the answer has ended, the account so far.
 
     `shows`: there is text, or a token that spells none and is told by its id.

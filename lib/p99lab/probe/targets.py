@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
-import socket
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any, Literal, Protocol
 from urllib.parse import urlsplit
 
-import httpx
+import aiohttp
 import orjson
 
 from p99lab.engine.interpreter import shared_interpreter as shared_interpreter
@@ -30,9 +31,11 @@ from p99lab.strict import StrictModel
 
 Endpoint = Literal["completions", "chat"]
 CONNECT_TIMEOUT_S = 10.0
-KEEPALIVE_S = 4.0  # shorter than servers' own (uvicorn: 5 s): a request must not meet a connection that is closing
 MAX_COMPLAINT_BYTES = 16 << 10
 MAX_LISTED = 8
+PIECE_BYTES = 128 << 10  # 0.8 MB at once would take the event loop for 0.3 to 0.5 ms
+READ_BUFFER_BYTES = 1 << 20  # a connection is not read while twice as much waits for its client
+MAX_HEAD_BYTES = 64 << 10  # a line of an answer's head
 
 
 class TargetError(P99labError):
@@ -176,7 +179,7 @@ class OpenAITarget:
         self.tokenize = tokenize
         self._api_key_env = api_key_env
         self._send_token_ids = send_token_ids
-        self._client: httpx.AsyncClient | None = None
+        self._session: aiohttp.ClientSession | None = None
         self._tells_ids = False  # whether the server has a chunk for tokens that spell nothing, when asked
         self._totals: dict[str, int] = {}
         self._encoded = PromptJson()
@@ -196,21 +199,27 @@ class OpenAITarget:
             TargetError: nobody answers, the key is refused, or the endpoint lists models, and this is none of them.
             BadParameterError: it lists none, and none is named; or the key cannot be sent.
         """
-        self._client = httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),  # the driver limits whole requests
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEPALIVE_S),
+        self._session = aiohttp.ClientSession(
+            # A connection a request: none meets one that is closing, and any process of a server may accept it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),  # the driver limits whole requests
             trust_env=False,
+            auto_decompress=False,
+            read_bufsize=READ_BUFFER_BYTES,
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
         )
         try:
-            self.model = await self._settle_model(self._client)
+            self.model = await self._settle_model(self._session)
         except BaseException:
             await self.close()
             raise
 
     async def close(self) -> None:
-        if self._client is not None:
-            await self._client.aclose()
-            self._client = None
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
 
     async def prime(self, documents: Sequence[Document]) -> None:
         await _prime(self, documents)
@@ -219,37 +228,39 @@ class OpenAITarget:
         return dict(self._totals)
 
     def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
-        if self._client is None:
+        if self._session is None:
             raise RuntimeError("open() the target before sending to it")
-        return self._answer(self._client, orjson.dumps(self._body(query)))
+        return self._answer(self._session, orjson.dumps(self._body(query)))
 
-    async def _answer(self, client: httpx.AsyncClient, body: bytes) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, session: aiohttp.ClientSession, body: bytes) -> AsyncGenerator[Chunk, None]:
         url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
+        headers = {**self._headers(), "content-length": str(len(body))}
         served: Served | None = None
         try:
-            async with client.stream("POST", url, content=body, headers=self._headers()) as response:
+            async with session.post(url, data=_pieces(body), headers=headers, allow_redirects=False) as response:
+                _end_with_connection(response)
                 await self._refuse(response)
-                async with aclosing(chunks(response.aiter_bytes(), self.tokenize)) as answer:
+                async with aclosing(chunks(response.content.iter_any(), self.tokenize)) as answer:
                     async for chunk in answer:
                         served = chunk.served or served
                         yield chunk
         except RequestError as failure:
             raise failure.without(self._key()) from None
-        except httpx.TimeoutException:
+        except aiohttp.ConnectionTimeoutError:
             raise RequestError(Outcome.TIMEOUT, "connect timeout") from None
-        except httpx.ConnectError as error:
+        except aiohttp.ClientConnectorError as error:
             raise RequestError(Outcome.ERROR, connect_failure(error)) from None
-        except httpx.TransportError:
+        except aiohttp.ClientError:
             raise RequestError(Outcome.CUT, "connection lost") from None
-        except httpx.DecodingError:
-            raise RequestError(Outcome.ERROR, "undecodable answer") from None
         finally:
             self._count(served)
 
-    async def _refuse(self, response: httpx.Response) -> None:
+    async def _refuse(self, response: aiohttp.ClientResponse) -> None:
         """Anything but a stream of events is an error; what it says and when to come again is its detail."""
-        status, kind = response.status_code, response.headers.get("content-type", "").partition(";")[0].strip().lower()
+        status, kind = response.status, response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if status == 200 and kind in ("", "text/event-stream"):
+            if response.headers.get("content-encoding", "identity").strip().lower() != "identity":
+                raise RequestError(Outcome.ERROR, "undecodable answer")
             return
         if status == 200:
             raise RequestError(Outcome.ERROR, "not an event stream", kind)
@@ -259,29 +270,33 @@ class OpenAITarget:
         path = f" at {response.url.path}" if status == 404 else ""
         raise RequestError(Outcome.ERROR, f"http {status}{path}", "; ".join(part for part in said if part))
 
-    async def _complaint(self, response: httpx.Response) -> str | None:
+    async def _complaint(self, response: aiohttp.ClientResponse) -> str | None:
         """The message of an error's body. A refused key is often repeated in it, so that one is left unread."""
-        if response.status_code in (401, 403):
+        if response.status in (401, 403):
             return None if self._key() else f"it {self._refusal()}"
         body = b""
-        async for block in response.aiter_bytes():
+        async for block in response.content.iter_any():
             body += block
             if len(body) > MAX_COMPLAINT_BYTES:
                 return None
         return message_of(body)
 
-    async def _settle_model(self, client: httpx.AsyncClient) -> str:
+    async def _settle_model(self, session: aiohttp.ClientSession) -> str:
+        url, limit = f"{self.base_url}/models", aiohttp.ClientTimeout(total=CONNECT_TIMEOUT_S)
         try:
-            response = await client.get(f"{self.base_url}/models", headers=self._headers(), timeout=CONNECT_TIMEOUT_S)
-        except httpx.ConnectError as error:
+            async with session.get(
+                url, headers=self._headers(), timeout=limit, allow_redirects=False, middlewares=(_only_once,)
+            ) as response:
+                status, listed = response.status, await response.read()
+        except aiohttp.ClientConnectorError as error:
             raise TargetError(f"{self.base_url} does not answer: {connect_failure(error)}") from None
-        except httpx.TimeoutException:
+        except TimeoutError:
             raise TargetError(f"{self.base_url} does not answer within {CONNECT_TIMEOUT_S:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise TargetError(f"{self.base_url} does not answer: {str(error) or type(error).__name__}") from None
-        if response.status_code in (401, 403):
-            raise TargetError(f"{self.base_url} {self._refusal()} (http {response.status_code})")
-        owners = _model_owners(response)
+        except aiohttp.ClientError as error:
+            raise TargetError(f"{self.base_url} does not answer: {_what_went_wrong(error)}") from None
+        if status in (401, 403):
+            raise TargetError(f"{self.base_url} {self._refusal()} (http {status})")
+        owners = _model_owners(listed)
         names = list(owners)
         if self.model is None and not names:
             raise BadParameterError(f"{self.base_url} lists no models: name one with --model")
@@ -338,34 +353,66 @@ class OpenAITarget:
                 self._totals[name] = self._totals.get(name, 0) + number
 
 
-def connect_failure(error: httpx.ConnectError) -> str:
+async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
+    """A request's body, piece by piece; between two of them others get their turns."""
+    whole = memoryview(body)
+    for begin in range(0, len(body), PIECE_BYTES):
+        if begin:
+            await asyncio.sleep(0)
+        yield whole[begin : begin + PIECE_BYTES]
+
+
+def _end_with_connection(response: aiohttp.ClientResponse) -> None:
+    """aiohttp closes a connection whose chunks are malformed, and may leave who reads from it waiting for ever."""
+    content, connection = response.content, response.connection
+    protocol = None if connection is None else connection.protocol
+    closed = None if protocol is None else protocol.closed
+    if closed is None:  # all that comes is there
+        return
+
+    def end(closed: asyncio.Future[None]) -> None:
+        if not closed.cancelled():
+            closed.exception()  # is told by the content, or below
+        if not content.is_eof() and content.exception() is None:
+            content.set_exception(aiohttp.ClientPayloadError())
+
+    closed.add_done_callback(end)
+
+
+async def _only_once(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+    """A GET whose connection is lost would be sent again; a POST never is."""
+    try:
+        return await send(request)
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ClientOSError, aiohttp.ServerDisconnectedError) as error:
+        raise aiohttp.ClientConnectionError(str(error)) from error
+
+
+def _what_went_wrong(error: aiohttp.ClientError) -> str:
+    if isinstance(error, aiohttp.ClientResponseError):
+        return "what it sends is not HTTP"
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return "connection lost"
+    return str(error) or type(error).__name__
+
+
+def connect_failure(error: aiohttp.ClientConnectorError) -> str:
     """Why there is no connection, in few words: refused, no such host, TLS, or what the system says."""
-    causes = list(_causes(error))
-    for cause in causes:
-        if isinstance(cause, ConnectionRefusedError):
-            return "connection refused"
-        if isinstance(cause, socket.gaierror):
-            return "no such host"
-        if isinstance(cause, ssl.SSLError):
-            return f"TLS: {getattr(cause, 'verify_message', '') or cause.reason or 'failed'}"
-    said = [cause.strerror for cause in causes if isinstance(cause, OSError) and cause.strerror]
-    return said[-1] if said else "connection failed"
+    cause = error.os_error
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return "no such host"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {getattr(cause, 'verify_message', '') or getattr(cause, 'reason', '') or 'failed'}"
+    if cause.errno is None:  # of several addresses, each with a reason of its own
+        return "connection refused" if f"[Errno {errno.ECONNREFUSED}]" in str(cause) else "connection failed"
+    return "connection refused" if cause.errno == errno.ECONNREFUSED else os.strerror(cause.errno)
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The error and all behind it, members of groups included."""
-    yield error
-    for inner in (*(error.exceptions if isinstance(error, BaseExceptionGroup) else ()), error.__cause__):
-        if inner is not None:
-            yield from _causes(inner)
-    if error.__cause__ is None and error.__context__ is not None:
-        yield from _causes(error.__context__)
-
-
-def _model_owners(response: httpx.Response) -> dict[str, str]:
+def _model_owners(listed: bytes) -> dict[str, str]:
     """The listed models and whose they are; empty where the endpoint has no such list."""
     try:
-        models = orjson.loads(response.content)["data"]
+        models = orjson.loads(listed)["data"]
         return {str(model["id"]): str(model.get("owned_by")) for model in models}
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return {}

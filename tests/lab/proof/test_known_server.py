@@ -6,7 +6,6 @@ import asyncio
 import json
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
@@ -21,17 +20,22 @@ def law(mean_s: float = 0.1) -> Independent:
     return Independent(Erlang(mean_s, 4), np.random.default_rng(1), Erlang(mean_s / 10, 4))
 
 
-def asked(method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-    async def main() -> httpx.Response:
-        transport = httpx.ASGITransport(KnownServer(law(0.001)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://known") as client:
-            return await client.request(method, path, json=body)
+def asked(method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, str]:
+    """Status and content of the answer."""
+    messages: list[dict[str, Any]] = []
 
-    return asyncio.run(main())
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": json.dumps(body).encode()}
+
+    async def send(message: dict[str, Any]) -> None:
+        messages.append(message)
+
+    asyncio.run(KnownServer(law(0.001))({"type": "http", "method": method, "path": path}, receive, send))
+    return messages[0]["status"], b"".join(message.get("body", b"") for message in messages).decode()
 
 
-def events(response: httpx.Response) -> list[Any]:
-    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+def events(answer: tuple[int, str]) -> list[Any]:
+    data = [line.removeprefix("data: ") for line in answer[1].splitlines() if line]
     assert data[-1] == "[DONE]"
     return [json.loads(one) for one in data[:-1]]
 
@@ -51,8 +55,8 @@ def test_chat_streams_deltas() -> None:
 
 
 def test_models_are_listed_and_other_paths_are_not_found() -> None:
-    assert [model["id"] for model in asked("GET", "/v1/models").json()["data"]] == ["known"]
-    assert asked("GET", "/v2").status_code == 404
+    assert [model["id"] for model in json.loads(asked("GET", "/v1/models")[1])["data"]] == ["known"]
+    assert asked("GET", "/v2")[0] == 404
 
 
 def test_a_virtual_clock_moves_as_it_is_slept_and_not_otherwise() -> None:

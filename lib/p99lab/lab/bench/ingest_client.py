@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from typing import Self
 
-import httpx
+import aiohttp
 import numpy as np
 import orjson
 from pydantic import Field
@@ -78,20 +78,22 @@ def _digits(token_ids: IntArray) -> bytes:
 
 async def send(url: str, order: Order, bodies: Bodies) -> int:
     """Send every prompt at its time; returns how many were answered in full."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(limits=limits, timeout=TIMEOUT_S, trust_env=False) as client:
+    headers, timeout = {"content-type": "application/json"}, aiohttp.ClientTimeout(total=TIMEOUT_S)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers=headers, timeout=timeout, trust_env=False
+    ) as session:
         began_s = time.perf_counter()
 
         async def ask(number: int) -> bool:
             await asyncio.sleep(max(0.0, began_s + number / order.prompts_per_s - time.perf_counter()))
-            response = await client.post(f"{url}/completions", content=bodies[number])
-            return response.status_code == 200 and _num_tokens(response) == order.answer_len
+            async with session.post(f"{url}/completions", data=bodies[number]) as response:
+                return response.status == 200 and _num_tokens(await response.read()) == order.answer_len
 
         return sum(await asyncio.gather(*map(ask, range(order.num_prompts))))
 
 
-def _num_tokens(response: httpx.Response) -> int:
-    return int(orjson.loads(response.content)["usage"]["completion_tokens"])
+def _num_tokens(answer: bytes) -> int:
+    return int(orjson.loads(answer)["usage"]["completion_tokens"])
 
 
 def main() -> None:

@@ -156,7 +156,8 @@ def main(name: str, seed: str) -> None:
     from p99lab.lab.proof.cases import CASES
 
     listening = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(KnownServer(CASES[name].law(int(seed))), log_level="warning", lifespan="off")
+    law = CASES[name].law(int(seed))
+    config = uvicorn.Config(KnownServer(law), loop="asyncio", log_level="warning", lifespan="off")
     server = uvicorn.Server(config)
 
     def end_with_parent() -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import os
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import httpx
+from urllib.parse import urlsplit
 
 from p99lab.lab.proof.check import Check
 from p99lab.serving.process import server_process
@@ -223,7 +224,9 @@ def _transformers_greedy(directory: Path) -> tuple[list[int], str]:
 
 
 def _active_pages(url: str) -> float:
-    lines = httpx.get(f"{url.removesuffix('/v1')}/metrics", timeout=SLACK_S).text.splitlines()
+    with closing(http.client.HTTPConnection(urlsplit(url).netloc, timeout=SLACK_S)) as connection:
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
     return next(float(line.split()[-1]) for line in lines if line.startswith('p99lab_pages{state="active"}'))
 
 

@@ -72,7 +72,8 @@ class Ahead:
             await self._wanted.wait()
             left_s = time_left()
             if left_s > 2 * self._cost_s:
-                self._make_request() if self._lacks_requests() else self._make_query()
+                make_one = self._make_request if self._lacks_requests() else self._make_query
+                make_one()
                 self._note_level()
                 await asyncio.sleep(0)
             else:

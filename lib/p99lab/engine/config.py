@@ -39,11 +39,11 @@ class SchedulerConfig(StrictModel):
     tokens as `max_num_batched_tokens` leaves. `policy` orders admission and picks preemption's victims. While
     `max_num_waiting` requests wait for their first admission, newcomers are refused (None: never). With `overlap` a
     step is planned and launched while the one before it runs. `max_step_s`: while requests decode, `chunked` gives
-    prompts no more of a step than keeps its predicted device time within that, but for tokens that fill tiles which are
-    computed anyway, and a few of the first prompt. `max_hold_s`: for how long a waiting
-    request may be passed by others of its urgency whose document has more company. `reserve_tokens`: pages for so many
-    tokens that a request may yet sample are taken together with those it needs, where they can be had: side by side,
-    they are one span of keys.
+    prompts no more of a step than keeps its predicted device time within that (within less while little waits), but for
+    tokens that fill tiles which are computed anyway, and a few of the first prompt. `max_hold_s`: for how long a
+    waiting request may be passed by others of its urgency whose document has more company. `reserve_tokens`: pages for
+    so many tokens that a request may yet sample are taken together with those it needs, where they can be had: side by
+    side, they are one span of keys.
     """
 
     composition: Literal["stock", "chunked"] = "chunked"

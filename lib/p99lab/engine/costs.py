@@ -39,9 +39,11 @@ GOOD_ENOUGH = 1.02
 class DeviceCosts:
     """Rates and fixed times of one device.
 
-    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work;
-    `slot_flops_per_s`: one slot while others idle. A tile is computed whole, however few of its `tile_rows` rows exist.
-    `beside_bytes_per_s`: what is computed that fast beside reading takes so much longer, because both take power.
+    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work in a
+    burst, `sustained_flops_per_s`: step after step, at the power limit; `slot_flops_per_s`: one slot while others idle.
+    How work is cut follows bursts: the power limit makes no slot idle. A tile is computed whole, however few of its
+    `tile_rows` rows exist. `beside_bytes_per_s`: what is computed at the power limit beside reading takes so much
+    longer, because both take power.
     `decode_rows`: a level of decode rows with no more than so many folded rows is only read (0: there is no kernel for
     it). `item_s`: filling and draining the pipeline of one item. `call_s`: one call of a backend that calls once a
     level. `launch_s`: an attention kernel of a layer. `token_s`: a token's way through everything that is neither
@@ -60,6 +62,7 @@ class DeviceCosts:
     launch_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
+    sustained_flops_per_s: float = inf
     beside_bytes_per_s: float = inf
     decode_rows: int = 0
 
@@ -68,7 +71,7 @@ H200 = DeviceCosts(
     memory_bytes_per_s=4.45e12,
     weight_bytes_per_s=3.7e12,
     matmul_flops_per_s=744e12,
-    attention_flops_per_s=605e12,
+    attention_flops_per_s=680e12,
     slot_flops_per_s=6.3e12,
     num_slots=132,
     tile_rows=128,
@@ -76,12 +79,13 @@ H200 = DeviceCosts(
     launch_s=8e-6,
     token_s=3e-6,
     step_s=0.5e-3,
+    sustained_flops_per_s=605e12,
     beside_bytes_per_s=11e12,
     decode_rows=64,
 )
 """FlashInfer's FA3 over folded rows and the project's decode kernel, bf16, head dimension 128; measured 2026-11-30.
 
-`attention_flops_per_s` and `beside_bytes_per_s` are fitted to whole mixed steps on four documents of 130 816 tokens, of
+`sustained_flops_per_s` and `beside_bytes_per_s` are fitted to whole mixed steps on four documents of 130 816 tokens, of
 1 to 5 tiles a document, at the power limit (`docs/log.md`, "Tiles"): within 7 % of each. Steps of many questions keep
 more keys in the L2 cache; 64 of them take 8 % less than predicted.
 """
@@ -141,6 +145,8 @@ class StepCost:
         tile_flops = 4 * device.tile_rows * geometry.head_dim
         self._tile_key_s = tile_flops / device.slot_flops_per_s  # an item's, for each of its keys
         self._even_key_s = tile_flops / device.attention_flops_per_s  # the same shared by all slots
+        self._sustained_flops_per_s = min(device.attention_flops_per_s, device.sustained_flops_per_s)
+        self._sustained_key_s = tile_flops / self._sustained_flops_per_s
 
     def step_time_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of a step that attends as `groups` says."""
@@ -220,7 +226,7 @@ class StepCost:
         read_s = num_read_keys * self._read_key_s
         if all(self._is_read_only(level) for level in levels):
             return read_s
-        return max(self._item_keys(levels) * self._even_key_s + num_read_keys * self._beside_key_s, read_s)
+        return max(self._item_keys(levels) * self._sustained_key_s + num_read_keys * self._beside_key_s, read_s)
 
     def _item_keys(self, levels: Sequence[Level]) -> int:
         return sum(self._num_items(level.num_tokens) * level.num_keys for level in levels)
@@ -296,7 +302,7 @@ class StepCost:
 
     def _triangle_s(self, num_tokens: int) -> float:
         """One layer's products of so many tokens with those before each."""
-        return num_tokens**2 / 2 * self._pair_flops / self._device.attention_flops_per_s
+        return num_tokens**2 / 2 * self._pair_flops / self._sustained_flops_per_s
 
     def _product_s(self, num_weights: int, num_tokens: int) -> float:
         """One pass over `num_weights`; nothing for no tokens."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import AsyncGenerator
 from itertools import islice
 from pathlib import Path
@@ -320,3 +321,24 @@ def test_the_real_clock_sends_near_the_intended_time(fake_target: Any) -> None:
     run = asyncio.run(main())
     assert [r.outcome for r in run.records] == [Outcome.OK] * 5
     assert all(r.send_s >= r.intended_s for r in run.records)
+
+
+def test_nothing_else_is_begun_right_before_an_arrival(fake_target: Any) -> None:
+    async def main() -> tuple[Any, list[float]]:
+        turns_unix_s: list[float] = []
+
+        async def others() -> None:
+            while True:
+                turns_unix_s.append(time.time())
+                await asyncio.sleep(0)
+
+        few = (Query(i, 0, Passage.of("", [1, 2]), 1, 1, True, 0.1 + i) for i in range(2))
+        load, turning = OpenLoad(rate=10, num_requests=1, warmup_share=0), asyncio.create_task(others())
+        run = await drive(fake_target(plan=lambda query: (0.0, 0.0)), load, few, spin_s=0.05, hold_s=0.03)
+        turning.cancel()
+        return run, turns_unix_s
+
+    run, turns_unix_s = asyncio.run(main())
+    before_s = [run.began_unix_s + 0.1 - at_s for at_s in turns_unix_s]
+    assert [left_s for left_s in before_s if 0.001 < left_s < 0.028] == []
+    assert any(0.031 < left_s < 0.1 for left_s in before_s)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from p99lab.engine.composition import (
     BACKLOG,
+    FEW_TOKENS,
     LEAST_LONG,
     LONG_SHARE,
     MIN_CHUNK,
@@ -20,7 +21,7 @@ from p99lab.engine.composition import (
     Stock,
     remaining,
 )
-from p99lab.engine.costs import H200, StepCost
+from p99lab.engine.costs import H200, Level, StepCost
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.policy import URGENCIES
 from p99lab.engine.request import Request, SamplingParams, Status
@@ -54,10 +55,17 @@ def bound(max_step_s: float, num_documents: int = 0) -> StepBound:
         documents = [SharedKeys(DOCUMENT) for _ in range(num_documents)]
         if not documents:
             return [Reader([SharedKeys(one.num_computed_tokens)]) for one in requests]
-        own = [SharedKeys(one.num_computed_tokens - DOCUMENT) for one in requests]
-        return [Reader([documents[one.number % num_documents], keys]) for one, keys in zip(requests, own, strict=True)]
+        return [_on(documents[one.number % num_documents], one) for one in requests]
 
     return StepBound(max_step_s, COST, readers)
+
+
+def _on(document: SharedKeys, request: Request) -> Reader:
+    """Who has not computed as much as a document reads one of its own."""
+    num_own = request.num_computed_tokens - DOCUMENT
+    return (
+        Reader([document, SharedKeys(num_own)]) if num_own >= 0 else Reader([SharedKeys(request.num_computed_tokens)])
+    )
 
 
 def price_of(shares: Sequence[tuple[Request, int]], bound: StepBound) -> float:
@@ -246,6 +254,41 @@ def test_a_document_near_its_end_takes_no_more_than_before() -> None:
     shares = dict(Chunked(2048, bound(0.04)).shares([document, decodes(1), *questions]))
     assert [shares.get(question) for question in questions] == [QUESTION, QUESTION]
     assert TILE <= shares[document] < 512
+
+
+NEW_DOCUMENT = running(0, 131_072, 64_000)
+ON_FOUR = [decodes(number) for number in range(16, 36)]  # five rows on each of four documents
+ROOM = TILE - 5  # of the tile that their rows have
+
+
+def test_few_questions_ride_with_decode_rows_while_a_document_is_read() -> None:
+    """But for the first, which gets a tile of its own as well."""
+    first, second = asks(1), asks(2)
+    shares = dict(Chunked(2048, bound(0.06, 4)).shares([*ON_FOUR, NEW_DOCUMENT, first, second]))
+    assert shares[first] == ROOM + TILE
+    assert shares[second] == ROOM
+    beside = price_of([(request, size) for request, size in shares.items() if request is not NEW_DOCUMENT], bound(1, 4))
+    assert price_of(list(shares.items()), bound(1, 4)) > 0.06 - 2 * COST.level_s(Level(TILE, 64_000))
+    assert beside < 0.035
+
+
+def test_questions_are_finished_first_where_they_cannot_ride() -> None:
+    alone, second = asks(1), asks(2)
+    without_rows_on_one = [request for request in ON_FOUR if request.number % 4 != 1]
+    shares = dict(Chunked(2048, bound(0.04, 4)).shares([*without_rows_on_one, NEW_DOCUMENT, alone, second]))
+    assert shares[alone] == QUESTION
+    many = [asks(number) for number in range(1, 6)]
+    assert 4 * (QUESTION - ROOM) + QUESTION > FEW_TOKENS  # what is left when the tiles of the rows are full
+    shares = dict(Chunked(2048, bound(0.06, 4)).shares([*ON_FOUR, NEW_DOCUMENT, *many]))
+    assert shares[many[1]] > ROOM
+
+
+def test_urgent_questions_do_not_ride() -> None:
+    urgent, second = (asks(number) for number in (1, 2))
+    document = running(0, 131_072, 64_000, priority=1)
+    by_priority = Chunked(2048, bound(0.06, 4), URGENCIES["priority"])
+    shares = dict(by_priority.shares([*ON_FOUR, urgent, second, document]))
+    assert shares[second] > ROOM
 
 
 def test_room_counts_a_document_by_its_share() -> None:

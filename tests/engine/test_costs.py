@@ -9,10 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p99lab.engine.costs import H200, SEGMENT_STEP, TWO_CORES, DeviceCosts, Level, StepCost, device_costs, levels_of
+from p99lab.engine.costs import (
+    GOOD_ENOUGH,
+    H200,
+    SEGMENT_STEP,
+    TWO_CORES,
+    DeviceCosts,
+    Level,
+    StepCost,
+    device_costs,
+    levels_of,
+)
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.plan import PrefixGroup, Row
 from p99lab.engine.request import SamplingParams
+from p99lab.engine.slots import fullest_slot
 
 pytestmark = pytest.mark.light
 
@@ -20,22 +31,47 @@ LLAMA = Geometry.named("llama-3.1-8b")
 COST = StepCost(H200, LLAMA, page_size=64)
 DOCUMENT = 130_816
 
-STEPS: dict[str, tuple[list[tuple[int, list[int]]], float]] = {  # ms of a step, documents with decode rows and chunks
-    "16 rows on each": ([(16, [])] * 4, 20.7),
-    "13 rows on each": ([(13, [])] * 4, 20.7),
-    "a tile on each, without decode rows": ([(0, [32])] * 4, 26.1),
-    "a tile on each": ([(13, [19])] * 4, 27.4),
-    "two tiles on each, without decode rows": ([(0, [64])] * 4, 39.5),
-    "two tiles on each": ([(13, [51])] * 4, 40.5),
-    "a question on each, three tiles": ([(13, [64])] * 4, 55.4),
-    "three tiles on each": ([(13, [64, 19])] * 4, 56.7),
-    "four tiles on each": ([(13, [64, 51])] * 4, 75.4),
-    "two questions on each, five tiles": ([(13, [64, 64])] * 4, 97.9),
-    "a question on three": ([(13, [64])] * 3 + [(13, [])], 51.6),
-    "four tiles on two": ([(13, [64, 32])] * 2 + [(13, [])] * 2, 46.2),
-    "seven tiles on one": ([(13, [64] * 3)] + [(13, [])] * 3, 48.8),
-    "two tiles on one": ([(13, [51])] + [(13, [])] * 3, 26.4),
+Documents = list[tuple[int, list[int]]]  # decode rows on each, and chunks of so many tokens of questions about it
+
+STEPS: dict[str, tuple[Documents, int, float]] = {  # keys of a segment then, ms of the step
+    "16 rows on each": ([(16, [])] * 4, DOCUMENT, 20.7),
+    "13 rows on each": ([(13, [])] * 4, DOCUMENT, 20.7),
+    "a tile on each, without decode rows": ([(0, [32])] * 4, 43_776, 26.1),
+    "a tile on each": ([(13, [19])] * 4, 43_776, 27.4),
+    "two tiles on each, without decode rows": ([(0, [64])] * 4, 65_472, 39.5),
+    "two tiles on each": ([(13, [51])] * 4, 65_472, 40.5),
+    "a question on each, three tiles": ([(13, [64])] * 4, 32_832, 55.4),
+    "three tiles on each": ([(13, [64, 19])] * 4, 32_832, 56.7),
+    "four tiles on each": ([(13, [64, 51])] * 4, DOCUMENT, 75.4),
+    "two questions on each, five tiles": ([(13, [64, 64])] * 4, 65_472, 97.9),
+    "a question on three": ([(13, [64])] * 3 + [(13, [])], 43_776, 51.6),
+    "four tiles on two": ([(13, [64, 32])] * 2 + [(13, [])] * 2, 65_472, 46.2),
+    "seven tiles on one": ([(13, [64] * 3)] + [(13, [])] * 3, 65_472, 48.8),
+    "two tiles on one": ([(13, [51])] + [(13, [])] * 3, 16_512, 26.4),
 }
+
+LAUNCHES = [  # of FA3 alone: (tokens, keys) of each level, keys of a segment, ms of 32 layers
+    ([(32, DOCUMENT)], DOCUMENT, 42.37),
+    ([(32, DOCUMENT)], 21_888, 7.71),
+    ([(32, DOCUMENT)], 10_944, 4.97),
+    ([(32, DOCUMENT)], 8_256, 4.18),
+    ([(64, DOCUMENT)] * 2, 43_776, 17.93),
+    ([(64, DOCUMENT)] * 2, 32_832, 15.57),
+    ([(64, DOCUMENT)] * 2, 26_304, 20.04),
+    ([(64, DOCUMENT)] * 2, 8_256, 15.78),
+    ([(77, DOCUMENT)] * 3, 65_472, 46.66),
+    ([(77, DOCUMENT)] * 3, 43_776, 36.60),
+    ([(77, DOCUMENT)] * 3, 14_592, 34.04),
+    ([(77, DOCUMENT)] * 4, DOCUMENT, 51.06),
+    ([(77, DOCUMENT)] * 4, 32_832, 45.11),
+    ([(205, DOCUMENT)], 43_776, 31.37),
+    ([(205, DOCUMENT)], 18_816, 24.68),
+    ([(32, DOCUMENT), (32, DOCUMENT), (128, 120_000)], 26_304, 23.84),
+    ([(32, DOCUMENT), (32, DOCUMENT), (128, 120_000)], 9_408, 22.47),
+    ([(64, DOCUMENT), (192, 120_000)], 65_472, 27.95),
+    ([(64, DOCUMENT), (32, DOCUMENT), (256, 30_000)], 26_304, 21.30),
+    ([(64, DOCUMENT), (32, DOCUMENT), (256, 30_000)], 9_408, 18.72),
+]
 
 
 def row(num_computed_tokens: int, num_tokens: int = 1) -> Row:
@@ -44,8 +80,7 @@ def row(num_computed_tokens: int, num_tokens: int = 1) -> Row:
     return Row("r", 0, tokens, num_computed_tokens, table, True, SamplingParams(), 0)
 
 
-def on_documents(documents: list[tuple[int, list[int]]]) -> tuple[list[Row], list[PrefixGroup]]:
-    """So many decode rows on each document, and chunks of so many tokens of questions about it."""
+def on_documents(documents: Documents) -> tuple[list[Row], list[PrefixGroup]]:
     rows: list[Row] = []
     groups = []
     for num_decoding, chunks in documents:
@@ -58,9 +93,19 @@ def on_documents(documents: list[tuple[int, list[int]]]) -> tuple[list[Row], lis
 
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_as_measured_on_an_h200(name: str) -> None:
-    """In the engine, one after the other, so at the power limit: docs/log.md, "Tiles"."""
-    documents, measured_ms = STEPS[name]
-    assert COST.step_time_s(*on_documents(documents)) * 1e3 == pytest.approx(measured_ms, rel=0.08)
+    """In the engine, one after the other, with spans cut as they were then: docs/log.md, "Tiles" and "Slots"."""
+    documents, segment, measured_ms = STEPS[name]
+    rows, groups = on_documents(documents)
+    recut_s = COST.attention_s(levels_of(rows, groups, 64), segment) - COST.attention_of_s(rows, groups)
+    step_s = COST.step_time_s(rows, groups) + LLAMA.num_layers * recut_s
+    assert step_s * 1e3 == pytest.approx(measured_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(("levels", "segment", "measured_ms"), LAUNCHES)
+def test_attention_as_measured_on_an_h200(levels: list[tuple[int, int]], segment: int, measured_ms: float) -> None:
+    """Launch, gathering and merging are not in the figures: up to 2 ms."""
+    predicted_s = LLAMA.num_layers * COST.attention_s([Level(*level) for level in levels], segment)
+    assert predicted_s * 1e3 == pytest.approx(measured_ms + 1.0, rel=0.06)
 
 
 @pytest.mark.parametrize(("num_tokens", "measured_ms"), [(1, 0.117), (64, 0.124), (1088, 0.64)])
@@ -95,7 +140,7 @@ def test_cutting_never_costs(levels: list[Level]) -> None:
     assert segment % SEGMENT_STEP == 0
     assert segment < longest + SEGMENT_STEP
     assert COST.attention_s(levels) == COST.attention_s(levels, segment)
-    assert COST.attention_s(levels, segment) <= COST.attention_s(levels, longest + SEGMENT_STEP) * 1.0001
+    assert COST.attention_s(levels, segment) <= COST.attention_s(levels, longest + SEGMENT_STEP) * GOOD_ENOUGH
 
 
 @settings(deadline=None, derandomize=True, max_examples=30)
@@ -107,40 +152,20 @@ def test_the_cut_is_near_the_best(levels: list[Level]) -> None:
     assert COST.attention_s(levels) <= best_s * 1.2
 
 
-def test_no_slot_idles_beside_long_documents() -> None:
+@pytest.mark.parametrize("tokens", [(77,) * 4, (32,), (32, 32), (60, 28), (205,), (77, 77, 77), (141,) * 4])
+def test_slots_are_busy_evenly_beside_long_documents(tokens: tuple[int, ...]) -> None:
     """Three tiles on each of four documents are 96 items for 132 slots: uncut they took 67 ms a step, cut 55."""
-    segment = COST.segment_tokens([(77, DOCUMENT)] * 4)
-    num_items = 96 * -(-DOCUMENT // segment)
-    assert num_items / (132 * -(-num_items // 132)) > 0.95
+    segment = COST.segment_tokens([(num_tokens, DOCUMENT) for num_tokens in tokens])
+    num_tiles = sum(-(-num_tokens // 32) for num_tokens in tokens)
+    whole, rest = divmod(DOCUMENT, segment)
+    pieces = [(segment, whole * num_tiles), *([(rest, num_tiles)] if rest else [])]
+    assert fullest_slot(pieces, 8, 132).num_keys < 1.08 * 8 * num_tiles * DOCUMENT / 132
 
 
 def test_long_prefixes_of_few_tokens_are_cut_and_full_devices_are_not() -> None:
     assert -(-131_072 // COST.segment_tokens([(1, 131_072)])) == 16
     assert COST.segment_tokens([(1024, DOCUMENT)] * 4) >= DOCUMENT
     assert StepCost(TWO_CORES, LLAMA, 64).segment_tokens([(1, 131_072)]) >= 131_072
-
-
-def longest_first_s(items: list[float], num_slots: int) -> float:
-    slots = [0.0] * num_slots
-    for item in sorted(items, reverse=True):
-        slots[slots.index(min(slots))] += item
-    return max(slots)
-
-
-@settings(deadline=None, derandomize=True, max_examples=40)
-@given(
-    st.lists(st.builds(Level, st.integers(1, 64), st.integers(1, 20_000), st.just(value=False)), min_size=1, max_size=8)
-)
-def test_the_fullest_slot_is_that_of_longest_first(levels: list[Level]) -> None:
-    """Where neither memory nor power binds, the prediction lies between the best schedule and 4/3 below Graham's."""
-    free = 1e30  # bytes and operations a second: of all but a slot's products
-    device = DeviceCosts(free, free, free, free, 6.3e12, num_slots=132, tile_rows=128)
-    cost = StepCost(device, LLAMA, 64)
-    key_s = 4 * 128 * 128 / 6.3e12
-    items = [keys * key_s for tokens, keys, _ in levels for _ in range(-(-tokens * 4 // 128) * 8)]
-    predicted, simulated = cost.attention_s(levels, 1 << 20), longest_first_s(items, 132)
-    assert predicted <= simulated * 1.0001
-    assert simulated <= 4 / 3 * max(predicted, sum(items) / 132)
 
 
 @given(st.integers(64, 131_072), st.lists(st.integers(1, 64), min_size=2, max_size=16))

@@ -31,7 +31,7 @@ def beside(num_decoding: int, num_keys: int = DOCUMENT, costs: StepCost = COST) 
 
 @pytest.mark.parametrize("name", STEPS)
 def test_the_sum_is_the_step(name: str) -> None:
-    """Less launches and items, and all samples but one."""
+    """Less the beginnings and ends of items, and all samples but one."""
     rows, groups = on_documents(STEPS[name][0])
     price = StepPrice(COST)
     for group in groups:
@@ -41,7 +41,7 @@ def test_the_sum_is_the_step(name: str) -> None:
     for row in (row for i, row in enumerate(rows) if not any(i in group.rows for group in groups)):
         price.add(Reader([SharedKeys(row.num_computed_tokens)]), len(row.token_ids))
     whole_s = COST.step_time_s(rows, groups)
-    assert 0.93 * whole_s <= price.seconds <= whole_s
+    assert 0.93 * whole_s <= price.seconds <= whole_s + COST.launches_s / 2  # some steps launch one kernel only
 
 
 @settings(deadline=None, derandomize=True)

@@ -17,7 +17,7 @@ from p99lab.errors import BadParameterError
 LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a question's, whatever it takes
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
-
+FEW_TOKENS = 160  # of questions: while no more wait for whom decode rows' tiles have no room, a long prompt goes first
 QUIET_SHARE = 0.7  # of the bound on a step that a step has while nothing much waits
 BACKLOG = 1024  # tokens of prompts: when as many wait, a step has all of it
 
@@ -99,7 +99,9 @@ class Chunked:
 
     A prompt that is longer than a step yields to shorter ones of the same `urgency` (smaller is more urgent), so that
     questions do not wait for a document to be read. `LONG_SHARE` of what is left after the tiles of decode rows is kept
-    for the first such prompt; it gets that share of `MIN_CHUNK`, and the rest of their tile, all the same.
+    for the first such prompt; it gets that share of `MIN_CHUNK`, and the rest of their tile, all the same. While few
+    tokens of questions wait and others decode, it gets all that is left but a tile for the first question: tiles of
+    decode rows have room for most of them, and cost next to nothing.
     """
 
     max_num_batched_tokens: int
@@ -146,13 +148,28 @@ class Chunked:
         held = Budget(math.ceil(budget.num_tokens / 2), price.added_s(first, price.to_tile_end(first, 1)))
         most_urgent = prompts[: urgencies.count(urgencies[0])]
         budget = _fill(most_urgent, budget.minus(held), price, price.open_tokens).plus(held)
-        kept = budget.part(LONG_SHARE) if 0 < num_ahead < len(order) else Budget(0, 0.0)
-        budget = _fill_some(order[0], budget.minus(kept), price, MIN_CHUNK)
-        budget = _fill(order[1:num_ahead], budget, price).plus(kept)
-        if kept.num_tokens:
-            budget = _fill_some(order[num_ahead], budget, price, math.ceil(MIN_CHUNK * LONG_SHARE))
-        budget = _fill(order[num_ahead + 1 :], budget, price)
+        ahead, long = order[:num_ahead], order[num_ahead:]
+        least = math.ceil(MIN_CHUNK * LONG_SHARE)
+        if ahead and long and self._may_ride(ahead, long[0], price):
+            budget = _enter(
+                order[0], min(order[0].num_left, budget.num_tokens, price.to_tile_end(first, 1)), budget, price
+            )
+            budget = _fill(order, _fill_some(long[0], budget, price, least), price)
+        else:
+            kept = budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
+            budget = _fill_some(order[0], budget.minus(kept), price, MIN_CHUNK)
+            budget = _fill(ahead[1:], budget, price).plus(kept)
+            if kept.num_tokens:
+                budget = _fill_some(long[0], budget, price, least)
+            budget = _fill(long[1:], budget, price)
         _fill(prompts, Budget(budget.num_tokens, math.inf), price, price.free_tokens)
+
+    def _may_ride(self, ahead: Sequence[Prompt], long: Prompt, price: Price) -> bool:
+        """Whether questions make do with the tiles of decode rows, for the good of the long prompt behind them."""
+        if self.urgency(ahead[0].request) < self.urgency(long.request):
+            return False
+        is_few = sum(prompt.num_left for prompt in ahead) <= FEW_TOKENS
+        return is_few and all(price.has_company(prompt.reader) for prompt in ahead)
 
 
 def _is_long(prompt: Prompt, budget: Budget, price: Price) -> bool:

@@ -2,9 +2,9 @@
 
 Attention is counted as the planner lays it out. Tokens that see the same run of keys are a *level*; the query heads of
 a key head are folded into its rows, rows are cut into tiles, keys into segments, and each (tile, segment, key head) is
-an item that one of the device's slots works off. The longest slot decides, unless memory or the device's whole rate
-does: all slots together multiply more slowly than as many alone, because the clock follows the power. Levels of few
-decode rows have a kernel of their own, which memory alone binds.
+an item that one of the device's slots works off. The fullest slot decides (`slots`), unless memory does. The more
+slots are busy in the mean, the slower each: the clock follows the power. Levels of few decode rows have a kernel of
+their own, which memory alone binds.
 
 Rates and times are measured or fitted to whole steps, see each device. A GPU nobody has measured has no costs, and what
 would ask for them falls back on thresholds; any CPU is taken for the two cores below.
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.plan import PrefixGroup, Row
+from p99lab.engine.slots import Slot, fullest_slot
 
 
 class Level(NamedTuple):
@@ -30,20 +32,24 @@ class Level(NamedTuple):
 
 
 SEGMENT_STEP = 192  # keys: a segment is whole key tiles of the kernels, whichever of 64, 96 or 192 they use
-SEGMENT_COUNTS = (1, 2, 3, 4, 5, 6, 8, 11, 16, 24, 32)  # into how many the longest level may be cut
+SEGMENT_COUNTS = (*range(1, 17), 20, 24, 32)  # into how many the longest level may be cut
 
-GOOD_ENOUGH = 1.02
+GOOD_ENOUGH = 1.02  # a cut that may be faster by no more than this is not tried
+CUTS_REMEMBERED = 8
+CLOCK_EXPONENT = 1 / 3  # by which the clock falls with the slots that are busy: power grows with its cube
+MOST_DEALT = 1024  # items whose slots are worked out one by one; of more, one too many for a slot matters little
+
+PRODUCTS_PER_LAYER = 4  # queries, keys and values; output; gate and up; down
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceCosts:
     """Rates and fixed times of one device.
 
-    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work in a
-    burst, `sustained_flops_per_s`: step after step, at the power limit; `slot_flops_per_s`: one slot while others idle.
-    How work is cut follows bursts: the power limit makes no slot idle. A tile is computed whole, however few of its
-    `tile_rows` rows exist. `beside_bytes_per_s`: what is computed at the power limit beside reading takes so much
-    longer, because both take power.
+    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work;
+    `slot_flops_per_s`: one of few. A tile is computed whole, however few of its `tile_rows` rows exist. `product_s`: a
+    matrix product that multiplying binds takes so much more than its rate says, to fill the device and to empty it.
+    `beside_bytes_per_s`: computing takes longer by what is read beside it at this rate.
     `decode_rows`: a level of decode rows with no more than so many folded rows is only read (0: there is no kernel for
     it). `item_s`: filling and draining the pipeline of one item. `call_s`: one call of a backend that calls once a
     level. `launch_s`: an attention kernel of a layer. `token_s`: a token's way through everything that is neither
@@ -60,9 +66,9 @@ class DeviceCosts:
     item_s: float = 0.0
     call_s: float = 0.0
     launch_s: float = 0.0
+    product_s: float = 0.0
     token_s: float = 0.0
     step_s: float = 0.0
-    sustained_flops_per_s: float = inf
     beside_bytes_per_s: float = inf
     decode_rows: int = 0
 
@@ -71,23 +77,22 @@ H200 = DeviceCosts(
     memory_bytes_per_s=4.45e12,
     weight_bytes_per_s=3.7e12,
     matmul_flops_per_s=744e12,
-    attention_flops_per_s=680e12,
-    slot_flops_per_s=6.3e12,
+    attention_flops_per_s=640e12,
+    slot_flops_per_s=6.7e12,
     num_slots=132,
     tile_rows=128,
-    item_s=5e-6,
-    launch_s=8e-6,
-    token_s=3e-6,
-    step_s=0.5e-3,
-    sustained_flops_per_s=605e12,
-    beside_bytes_per_s=11e12,
+    item_s=8e-6,
+    launch_s=20e-6,
+    product_s=7e-6,
+    token_s=6e-6,
+    step_s=0.25e-3,
+    beside_bytes_per_s=30e12,
     decode_rows=64,
 )
 """FlashInfer's FA3 over folded rows and the project's decode kernel, bf16, head dimension 128; measured 2026-11-30.
 
-`sustained_flops_per_s` and `beside_bytes_per_s` are fitted to whole mixed steps on four documents of 130 816 tokens, of
-1 to 5 tiles a document, at the power limit (`docs/log.md`, "Tiles"): within 7 % of each. Steps of many questions keep
-more keys in the L2 cache; 64 of them take 8 % less than predicted.
+FA3's part is fitted to 140 launches of 1 to 12 tiles over 30 000 to 130 816 keys, cut in 14 ways: 2.4 % root mean
+square. Products are fitted to steps without attention, the rest to whole steps (`docs/log.md`, "Slots").
 """
 
 TWO_CORES = DeviceCosts(
@@ -106,13 +111,18 @@ TWO_CORES = DeviceCosts(
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """A layer's levels: (items, query tokens) by number of keys, and seconds with every slot busy and no overhead.
+    """A layer's levels that are computed, as (keys, tiles, query tokens), the longest first."""
 
-    For cutting them: without what reading costs at the power limit, which is the same however they are cut.
-    """
+    spans: tuple[tuple[int, int, int], ...]
+    num_read_keys: int
 
-    spans: dict[int, tuple[int, int]]
-    even_s: float
+
+class _Cut(NamedTuple):
+    """A layer's levels in segments of so many keys. `pieces`: of one head, (keys, items), the longest first."""
+
+    segment: int
+    pieces: list[tuple[int, int]]
+    num_partials: int
 
 
 def device_costs(device_name: str) -> DeviceCosts | None:
@@ -145,8 +155,7 @@ class StepCost:
         tile_flops = 4 * device.tile_rows * geometry.head_dim
         self._tile_key_s = tile_flops / device.slot_flops_per_s  # an item's, for each of its keys
         self._even_key_s = tile_flops / device.attention_flops_per_s  # the same shared by all slots
-        self._sustained_flops_per_s = min(device.attention_flops_per_s, device.sustained_flops_per_s)
-        self._sustained_key_s = tile_flops / self._sustained_flops_per_s
+        self._best_segment = lru_cache(CUTS_REMEMBERED)(self._find_segment)  # of a step it is asked for several times
 
     def step_time_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of a step that attends as `groups` says."""
@@ -155,8 +164,7 @@ class StepCost:
         return (
             self._device.step_s
             + num_tokens * self._device.token_s
-            + self._product_s(self._num_body_weights, num_tokens)
-            + self._product_s(self._num_head_weights, sum(row.samples for row in rows))
+            + self._products_s(num_tokens, sum(row.samples for row in rows))
             + self._num_layers * attention_s
         )
 
@@ -165,10 +173,14 @@ class StepCost:
         """Tokens that fill a tile, at least one."""
         return max(1, self._device.tile_rows // self._gqa_ratio)
 
+    @property
+    def launches_s(self) -> float:
+        """Seconds of all layers' attention kernels, but for what they do: those that compute, and those that read."""
+        return 2 * self._num_layers * self._device.launch_s
+
     def rest_s(self, num_tokens: int) -> float:
         """Seconds of all but attention in a step of so many tokens, one of which samples."""
-        products_s = self._product_s(self._num_body_weights, num_tokens) + self._product_s(self._num_head_weights, 1)
-        return self._device.step_s + num_tokens * self._device.token_s + products_s
+        return self._device.step_s + num_tokens * self._device.token_s + self._products_s(num_tokens, 1)
 
     def level_s(self, level: Level) -> float:
         """Seconds of all layers' attention over a level beside others that leave no slot idle."""
@@ -186,19 +198,26 @@ class StepCost:
         """Seconds of one layer's attention over `levels`, cut into segments of that many keys (None: the best)."""
         if not any(level.num_keys for level in levels):
             return 0.0
-        computed = [level for level in levels if not self._is_read_only(level)]
+        computed, read = self._by_kind(levels)
         computed_s = 0.0
         if computed:
             work = self._work(computed)
-            cut_s = self._cut_s(work, self._best_segment(work) if segment is None else segment)
-            computed_s = max(cut_s, self._even_s(computed))
-        read_s = self._even_s([level for level in levels if self._is_read_only(level)])
+            computed_s = self._cut_s(work, _cut(work, self._best_segment(work) if segment is None else segment))
+        read_s = self._even_s(read)
         num_launches = (computed_s > 0) + (read_s > 0)
         return num_launches * self._device.launch_s + len(levels) * self._device.call_s + computed_s + read_s
 
     def attention_of_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of one layer's attention as `groups` says, without what rows see of their own new tokens."""
         return self.attention_s(levels_of(rows, groups, self._page_size))
+
+    def groups_cost(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> bool:
+        """Whether attention is slower as `groups` says than with no groups at all."""
+        grouped_s, apart = self.attention_of_s(rows, groups), levels_of(rows, (), self._page_size)
+        computed, read = self._by_kind(apart)
+        if grouped_s <= self._even_s(computed) + self._even_s(read):  # no need to know how they would be cut
+            return False
+        return grouped_s > self.attention_s(apart)
 
     def group_pays(self, num_keys: int, readers: Sequence[int]) -> bool:
         """Whether keys are read faster in a level of their own than by each of `readers` (tokens) beside its others.
@@ -215,80 +234,84 @@ class StepCost:
 
         A multiple of 192, no less than the longest level where cutting gains nothing.
         """
-        return self._best_segment(self._work([Level(*level) for level in levels]))
+        work = self._work([Level(*level) for level in levels])
+        return self._best_segment(work) if work.spans else SEGMENT_STEP
+
+    def _by_kind(self, levels: Sequence[Level]) -> tuple[list[Level], list[Level]]:
+        """Those that are computed in tiles, and those that are only read."""
+        computed: list[Level] = []
+        read: list[Level] = []
+        for level in levels:
+            (read if self._is_read_only(level) else computed).append(level)
+        return computed, read
 
     def _is_read_only(self, level: Level) -> bool:
         return level.decodes and level.num_tokens * self._gqa_ratio <= self._device.decode_rows
 
     def _even_s(self, levels: Sequence[Level]) -> float:
-        """Seconds of one layer with every slot busy, without overhead, at the power limit; levels of one kind."""
+        """Seconds of one layer with every slot busy, without overhead; levels of one kind."""
         num_read_keys = sum(level.num_keys for level in levels)
         read_s = num_read_keys * self._read_key_s
         if all(self._is_read_only(level) for level in levels):
             return read_s
-        return max(self._item_keys(levels) * self._sustained_key_s + num_read_keys * self._beside_key_s, read_s)
-
-    def _item_keys(self, levels: Sequence[Level]) -> int:
-        return sum(self._num_items(level.num_tokens) * level.num_keys for level in levels)
+        num_item_keys = sum(self._num_items(level.num_tokens) * level.num_keys for level in levels)
+        return max(num_item_keys * self._even_key_s + num_read_keys * self._beside_key_s, read_s)
 
     def _work(self, levels: Sequence[Level]) -> _Work:
         spans: dict[int, tuple[int, int]] = {}
         for level in levels:
-            items, tokens = spans.get(level.num_keys, (0, 0))
-            spans[level.num_keys] = items + self._num_items(level.num_tokens), tokens + level.num_tokens
-        read_s = sum(level.num_keys for level in levels) * self._read_key_s
-        return _Work(spans, max(self._item_keys(levels) * self._even_key_s, read_s))
+            tiles, tokens = spans.get(level.num_keys, (0, 0))
+            spans[level.num_keys] = tiles + self._num_tiles(level.num_tokens), tokens + level.num_tokens
+        longest_first = tuple((num_keys, *spans[num_keys]) for num_keys in sorted(spans, reverse=True))
+        return _Work(longest_first, sum(level.num_keys for level in levels))
 
-    def _best_segment(self, work: _Work) -> int:
-        """Pieces are tried from few to many, until all slots are busy to within two per cent."""
-        longest = max(work.spans, default=1)
-        best, best_s = _rounded(longest), float("inf")
-        for count in SEGMENT_COUNTS:
-            segment = _rounded(-(-longest // count))
-            even_s, slot_s = self._even_and_slot_s(work, segment)
-            if max(even_s, slot_s) < best_s:
-                best, best_s = segment, max(even_s, slot_s)
-            if best_s <= even_s * GOOD_ENOUGH:  # more pieces only add to the even share
+    def _find_segment(self, work: _Work) -> int:
+        """The most promising first, until no other can be faster by more than `GOOD_ENOUGH`."""
+        longest = work.spans[0][0]
+        cuts = [_cut(work, segment) for segment in {_rounded(-(-longest // count)) for count in SEGMENT_COUNTS}]
+        promising = sorted((self._least_cut_s(work, cut), cut) for cut in cuts)
+        best, best_s = _rounded(longest), inf
+        for least_s, cut in promising:
+            if least_s * GOOD_ENOUGH >= best_s:
                 break
+            cut_s = self._cut_s(work, cut)
+            if cut_s < best_s:
+                best, best_s = cut.segment, cut_s
         return best
 
-    def _cut_s(self, work: _Work, segment: int) -> float:
-        return max(self._even_and_slot_s(work, segment))
+    def _cut_s(self, work: _Work, cut: _Cut) -> float:
+        """A layer's time, the merging of the segments' results included."""
+        num_items = self._num_kv_heads * sum(count for _, count in cut.pieces)
+        if num_items > MOST_DEALT:
+            return self._least_cut_s(work, cut)
+        return self._slot_s(work, cut, fullest_slot(cut.pieces, self._num_kv_heads, self._device.num_slots))
 
-    def _even_and_slot_s(self, work: _Work, segment: int) -> tuple[float, float]:
-        """Two bounds of a layer's time: all slots evenly busy, and the fullest slot when items go longest first."""
+    def _least_cut_s(self, work: _Work, cut: _Cut) -> float:
+        """What it takes at least: some slot has its share of all keys, and of the shortest pieces."""
+        num_slots, num_heads = self._device.num_slots, self._num_kv_heads
+        num_rounds = -(-num_heads * sum(count for _, count in cut.pieces) // num_slots)
+        share = num_heads * sum(keys * count for keys, count in cut.pieces) / num_slots
+        num_keys = max(share, cut.pieces[0][0], num_rounds * cut.pieces[-1][0])
+        return self._slot_s(work, cut, Slot(num_keys, num_rounds))
+
+    def _slot_s(self, work: _Work, cut: _Cut, fullest: Slot) -> float:
+        """A layer's time if that is its fullest slot."""
         device = self._device
-        counts: dict[int, int] = {}
-        num_items = num_partials = 0
-        for num_keys, (items, tokens) in work.spans.items():
-            whole, rest = divmod(num_keys, segment)
-            if whole:
-                counts[segment] = counts.get(segment, 0) + whole * items
-            if rest:
-                counts[rest] = counts.get(rest, 0) + items
-            pieces = whole + (rest > 0)
-            num_items += pieces * items
-            num_partials += pieces * tokens
-        merge_s = num_partials * self._partial_s
-        return (
-            work.even_s + num_items * device.item_s / device.num_slots + merge_s,
-            self._fullest_slot_s(counts) + merge_s,
-        )
-
-    def _fullest_slot_s(self, counts: dict[int, int]) -> float:
-        """Of any n * num_slots + 1 items, n + 1 share a slot: the bound that longest-first all but reaches."""
-        fullest_s, num_longer = 0.0, 0
-        for num_keys in sorted(counts, reverse=True):
-            num_longer += counts[num_keys]
-            num_rounds = -(-num_longer // self._device.num_slots)
-            fullest_s = max(fullest_s, num_rounds * (num_keys * self._tile_key_s + self._device.item_s))
-        return fullest_s
+        num_busy = self._num_kv_heads * sum(keys * count for keys, count in cut.pieces) / fullest.num_keys
+        all_busy_key_s = self._even_key_s * device.num_slots
+        key_s: float = max(self._tile_key_s, all_busy_key_s * (num_busy / device.num_slots) ** CLOCK_EXPONENT)
+        computed_s = fullest.num_keys * key_s + fullest.num_items * device.item_s
+        computed_s += work.num_read_keys * self._beside_key_s
+        return max(computed_s, work.num_read_keys * self._read_key_s) + cut.num_partials * self._partial_s
 
     def _reading_s(self, num_tokens: int, num_keys: int) -> float:
         return max(self._num_items(num_tokens) * num_keys * self._even_key_s, num_keys * self._read_key_s)
 
     def _num_items(self, num_tokens: int) -> int:
-        return -(-num_tokens * self._gqa_ratio // self._device.tile_rows) * self._num_kv_heads
+        return self._num_tiles(num_tokens) * self._num_kv_heads
+
+    def _num_tiles(self, num_tokens: int) -> int:
+        return -(-num_tokens * self._gqa_ratio // self._device.tile_rows)
 
     def _causal_s(self, rows: Sequence[Row]) -> float:
         """What rows of several tokens see of their own new tokens."""
@@ -302,13 +325,21 @@ class StepCost:
 
     def _triangle_s(self, num_tokens: int) -> float:
         """One layer's products of so many tokens with those before each."""
-        return num_tokens**2 / 2 * self._pair_flops / self._sustained_flops_per_s
+        return num_tokens**2 / 2 * self._pair_flops / self._device.attention_flops_per_s
 
-    def _product_s(self, num_weights: int, num_tokens: int) -> float:
-        """One pass over `num_weights`; nothing for no tokens."""
+    def _products_s(self, num_tokens: int, num_samples: int) -> float:
+        """All layers' products of so many tokens, and the output head's."""
+        body_s = self._product_s(self._num_body_weights, PRODUCTS_PER_LAYER * self._num_layers, num_tokens)
+        return body_s + self._product_s(self._num_head_weights, 1, num_samples)
+
+    def _product_s(self, num_weights: int, num_products: int, num_tokens: int) -> float:
+        """One pass over weights in so many products; nothing for no tokens."""
+        if not num_tokens:
+            return 0.0
         device = self._device
-        read_s = num_weights * self._bytes_per_element / device.weight_bytes_per_s if num_tokens else 0.0
-        return max(read_s, 2 * num_weights * num_tokens / device.matmul_flops_per_s)
+        read_s = num_weights * self._bytes_per_element / device.weight_bytes_per_s
+        multiplied_s = 2 * num_weights * num_tokens / device.matmul_flops_per_s
+        return max(read_s, multiplied_s + num_products * device.product_s)
 
 
 def levels_of(rows: Sequence[Row], groups: Sequence[PrefixGroup], page_size: int) -> list[Level]:
@@ -328,6 +359,19 @@ def levels_of(rows: Sequence[Row], groups: Sequence[PrefixGroup], page_size: int
         if num_keys:
             levels.append(Level(len(row.token_ids), num_keys, len(row.token_ids) == 1))
     return levels
+
+
+def _cut(work: _Work, segment: int) -> _Cut:
+    counts: dict[int, int] = {}
+    num_partials = 0
+    for num_keys, tiles, tokens in work.spans:
+        whole, rest = divmod(num_keys, segment)
+        if whole:
+            counts[segment] = counts.get(segment, 0) + whole * tiles
+        if rest:
+            counts[rest] = counts.get(rest, 0) + tiles
+        num_partials += (whole + (rest > 0)) * tokens
+    return _Cut(segment, sorted(counts.items(), reverse=True), num_partials)
 
 
 def _rounded(num_keys: int) -> int:

@@ -52,7 +52,7 @@ def arrange(
             groups.append(PrefixGroup(tuple(range(node.first, node.last)), start, node.num_pages - start))
             start = node.num_pages
         above.append((node.last, start))
-    if costs is not None and costs.attention_of_s(rows, groups) > costs.attention_of_s(rows, ()):
+    if groups and costs is not None and costs.groups_cost(rows, groups):
         groups = []
     return order, tuple(groups)
 

@@ -44,12 +44,12 @@ class Reader:
 class StepPrice:
     """A step's predicted time (`seconds`), in which requests are only added.
 
-    Counted as if the step had work enough for all of the device, and one row sampled; launches are left out. A request
-    that is added twice is counted as if its tokens had come at once.
+    Counted as if the step had work enough for all of the device, in items that begin and end in no time, and one row
+    sampled. A request that is added twice is counted as if its tokens had come at once.
     """
 
     def __init__(self, costs: StepCost) -> None:
-        self.seconds = costs.rest_s(0)
+        self.seconds = costs.rest_s(0) + costs.launches_s
         self._costs = costs
         self._num_tokens = 0
 
@@ -83,7 +83,7 @@ class StepPrice:
             return 0
         tile, open_tokens = self._costs.tile_tokens, self.open_tokens(reader)
         num_over = (num_left - open_tokens) % tile
-        if 2 * num_over < tile and open_tokens + tile <= num_left and self._has_company(reader):
+        if 2 * num_over < tile and open_tokens + tile <= num_left and self.has_company(reader):
             num_left -= num_over
         if self.added_s(reader, num_left) <= seconds:
             return num_left
@@ -112,7 +112,7 @@ class StepPrice:
         keys = reader.widest
         return 0 if keys is None or keys.decodes else self.open_tokens(reader)
 
-    def _has_company(self, reader: Reader) -> bool:
+    def has_company(self, reader: Reader) -> bool:
         """Whether tokens of others over the request's longest keys are in the step."""
         keys = reader.widest
         return keys is not None and keys.num_tokens > reader.num_tokens
@@ -138,6 +138,9 @@ class Unpriced:
 
     def free_tokens(self, reader: Reader) -> int:
         return 0
+
+    def has_company(self, reader: Reader) -> bool:
+        return False
 
 
 Price = StepPrice | Unpriced

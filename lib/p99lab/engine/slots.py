@@ -1,0 +1,36 @@
+"""How FlashInfer's planner of FA3 deals a layer's items to the multiprocessors, in plain numbers.
+
+It goes through the heads of keys and values one after the other, within each through the longest keys first, and gives
+each item to the slot that has the least so far. The slot that ends up with the most decides how long the layer takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapreplace
+from typing import NamedTuple
+
+ITEM_KEYS = 256  # what the planner counts for an item besides its keys
+ONE_KEY = 1 << 20  # a slot's account is one integer: its keys in units of this, and below that how many items it has
+
+
+class Slot(NamedTuple):
+    """What one multiprocessor works off."""
+
+    num_keys: float
+    num_items: int
+
+
+def fullest_slot(pieces: Sequence[tuple[int, int]], num_heads: int, num_slots: int) -> Slot:
+    """The slot that is given the most.
+
+    Args:
+        pieces: (keys, how many items have so many) of one head, the longest first; all heads have the same.
+    """
+    steps = [(num_keys + ITEM_KEYS) * ONE_KEY + 1 for num_keys, count in pieces for _ in range(count)]
+    slots = [0] * num_slots  # a heap
+    for _ in range(num_heads):
+        for step in steps:
+            heapreplace(slots, slots[0] + step)
+    cost, num_items = divmod(max(slots), ONE_KEY)
+    return Slot(cost - num_items * ITEM_KEYS, num_items)

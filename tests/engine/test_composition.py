@@ -168,7 +168,7 @@ def test_the_tiles_of_decode_rows_are_filled_first() -> None:
     assert shares[requests[-1]] == TILE - 10
     assert shares[requests[20]] > TILE
     assert sum(size for one, size in shares.items() if one.number % 2 == 0) % TILE == 0
-    assert price_of([*shares.items()], limit) <= 0.025
+    assert price_of([*shares.items()], limit) <= limit.step_s(4 * QUESTION)
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)

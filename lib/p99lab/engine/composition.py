@@ -18,7 +18,7 @@ LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a quest
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
 FEW_TOKENS = 160  # of questions: while no more wait for whom decode rows' tiles have no room, a long prompt goes first
-QUIET_SHARE = 0.7  # of the bound on a step that a step has while nothing much waits
+QUIET_SHARE = 0.75  # of the bound on a step that a step has while nothing much waits
 BACKLOG = 1024  # tokens of prompts: when as many wait, a step has all of it
 
 ScheduledTokens = tuple[Request, int]

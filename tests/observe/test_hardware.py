@@ -61,3 +61,32 @@ def test_without_a_driver_nothing_of_the_gpu_is_claimed(monkeypatch: pytest.Monk
     assert machine["nvidia_driver"] is None
     rows = {row.name: row for row in hardware.capabilities()}
     assert not any(rows[name].available for name in ("GPU", "GPU counters", "green contexts", "MIG", "MPS", "NVLink"))
+
+
+class TwoGpus:
+    """Of NVML, what lists them."""
+
+    @staticmethod
+    def nvmlDeviceGetCount() -> int:  # noqa: N802
+        return 2
+
+    @staticmethod
+    def nvmlDeviceGetHandleByIndex(index: int) -> int:  # noqa: N802
+        return index
+
+    @staticmethod
+    def nvmlDeviceGetUUID(handle: int) -> str:  # noqa: N802
+        return f"GPU-{handle}{handle}"
+
+
+@pytest.mark.parametrize(
+    ("listed", "usable"),
+    [(None, [0, 1]), ("1", [1]), ("1, 0", [1, 0]), ("GPU-11", [1]), ("", []), ("-1", []), ("0,7,1", [0])],
+)
+def test_the_gpus_are_those_that_this_process_may_use(
+    monkeypatch: pytest.MonkeyPatch, listed: str | None, usable: list[int]
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert hardware._usable_gpus(TwoGpus) == usable

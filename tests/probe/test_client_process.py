@@ -20,9 +20,10 @@ import pytest
 from p99lab.errors import BadParameterError, ModelError
 from p99lab.probe.client_process import ClientJob, ClientProcess, ClientProcessError, new_event_loop
 from p99lab.probe.load import Progress
+from p99lab.probe.openai_target import TargetSpec
 from p99lab.probe.records import Outcome, Phase
 from p99lab.probe.stats import measured, summarise
-from p99lab.probe.targets import TargetError, TargetSpec
+from p99lab.probe.targets import TargetError
 from p99lab.probe.workload import ClosedLoad, Load, OpenLoad, TraceLoad, Workload, digest, make_documents
 
 pytestmark = pytest.mark.light

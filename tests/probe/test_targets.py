@@ -21,19 +21,18 @@ from hypothesis import strategies as st
 from p99lab.engine.events import TokenEvent, Usage
 from p99lab.engine.request import FinishReason, Timeline
 from p99lab.errors import BadParameterError
-from p99lab.probe import targets
+from p99lab.probe import openai_target
 from p99lab.probe.documents import Passage, stdlib_documents
 from p99lab.probe.load import Run, drive
 from p99lab.probe.openai_stream import chunks
+from p99lab.probe.openai_target import OpenAITarget, connect_failure
 from p99lab.probe.records import Outcome, RequestRecord, from_table, to_table
 from p99lab.probe.stats import attribution, e2e, measured, ttft
 from p99lab.probe.targets import (
     Chunk,
     InProcessTarget,
-    OpenAITarget,
     RequestError,
     TargetError,
-    connect_failure,
     shared_interpreter,
 )
 from p99lab.probe.workload import ClosedLoad, Query
@@ -426,7 +425,7 @@ def test_proxies_of_the_environment_are_not_used(serve: Any, monkeypatch: Any) -
 def test_a_body_arrives_whole_in_whatever_pieces(serve: Any, monkeypatch: Any) -> None:
     prompt = ask(serve, script(HEAD, GOOD), ids=True)[1].bodies[0]
     for piece_bytes in (7, 128):
-        monkeypatch.setattr(targets, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(openai_target, "PIECE_BYTES", piece_bytes)
         assert ask(serve, script(HEAD, GOOD), ids=True)[1].bodies[0] == prompt
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.costs import StepCost
+from p99lab.engine.filling import Budget, Filling, Prompt
 from p99lab.engine.policy import URGENCIES, Urgency
 from p99lab.engine.request import Request
 from p99lab.engine.step_price import Price, Reader, StepPrice, Unpriced
@@ -54,36 +55,6 @@ class StepBound:
     def step_s(self, num_waiting_tokens: int) -> float:
         """Seconds of a step while so many tokens of prompts wait."""
         return self.max_step_s * (QUIET_SHARE + (1.0 - QUIET_SHARE) * min(1.0, num_waiting_tokens / BACKLOG))
-
-
-@dataclass(slots=True)
-class Prompt:
-    """A prompt, what a step has been given of it, and what has not been computed after that."""
-
-    request: Request
-    reader: Reader
-    num_left: int
-    num_given: int = 0
-
-
-class Budget(NamedTuple):
-    """What a step has left for prompts: `num_tokens` at most, within `seconds`."""
-
-    num_tokens: int
-    seconds: float
-
-    def part(self, share: float) -> Budget:
-        """`share` of the tokens, rounded up, and of the time (0 s if unbounded: tokens decide)."""
-        seconds = self.seconds * share if 0.0 < self.seconds < math.inf else 0.0
-        return Budget(math.ceil(self.num_tokens * share), seconds)
-
-    def plus(self, other: Budget) -> Budget:
-        """Both together."""
-        return Budget(self.num_tokens + other.num_tokens, self.seconds + other.seconds)
-
-    def minus(self, other: Budget) -> Budget:
-        """What is left without `other`."""
-        return Budget(self.num_tokens - other.num_tokens, self.seconds - other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +115,25 @@ class Chunked:
         is_long = {prompt.request: _is_long(prompt, budget, price) for prompt in prompts}
         order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), is_long[prompt.request]))
         num_ahead = next((i for i, prompt in enumerate(order) if is_long[prompt.request]), len(order))
-        first = order[0].reader
-        held = Budget(math.ceil(budget.num_tokens / 2), price.added_s(first, price.to_tile_end(first, 1)))
-        most_urgent = prompts[: urgencies.count(urgencies[0])]
-        budget = _fill(most_urgent, budget.minus(held), price, price.open_tokens).plus(held)
         ahead, long = order[:num_ahead], order[num_ahead:]
+        step, first = Filling(price, budget), order[0]
+        held = Budget(math.ceil(budget.num_tokens / 2), price.added_s(first.reader, price.to_tile_end(first.reader, 1)))
+        with step.without(held):
+            step.fill(prompts[: urgencies.count(urgencies[0])], price.open_tokens)
         least = math.ceil(MIN_CHUNK * LONG_SHARE)
         if ahead and long and self._may_ride(ahead, long[0], price):
-            budget = _enter(
-                order[0], min(order[0].num_left, budget.num_tokens, price.to_tile_end(first, 1)), budget, price
-            )
-            budget = _fill(order, _fill_some(long[0], budget, price, least), price)
+            step.fill_tiles(first, 1)
+            step.fill_some(long[0], least)
+            step.fill(order)
         else:
-            kept = budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
-            budget = _fill_some(order[0], budget.minus(kept), price, MIN_CHUNK)
-            budget = _fill(ahead[1:], budget, price).plus(kept)
+            kept = step.budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
+            with step.without(kept):
+                step.fill_some(first, MIN_CHUNK)
+                step.fill(ahead[1:])
             if kept.num_tokens:
-                budget = _fill_some(long[0], budget, price, least)
-            budget = _fill(long[1:], budget, price)
-        _fill(prompts, Budget(budget.num_tokens, math.inf), price, price.free_tokens)
+                step.fill_some(long[0], least)
+            step.fill(long[1:])
+        step.fill_up(prompts)
 
     def _may_ride(self, ahead: Sequence[Prompt], long: Prompt, price: Price) -> bool:
         """Whether questions make do with the tiles of decode rows, for the good of the long prompt behind them."""
@@ -177,36 +148,6 @@ def _is_long(prompt: Prompt, budget: Budget, price: Price) -> bool:
     if prompt.num_left > budget.num_tokens:
         return True
     return prompt.num_left > LEAST_LONG and price.added_s(prompt.reader, prompt.num_left) > max(budget.seconds, 0.0)
-
-
-def _fill(
-    prompts: Iterable[Prompt], budget: Budget, price: Price, most: Callable[[Reader], int] | None = None
-) -> Budget:
-    """In order, each as much as is left, and no more than `most`; what is left then."""
-    for prompt in prompts:
-        size = min(prompt.num_left, budget.num_tokens)
-        if most is not None:
-            size = min(size, most(prompt.reader))
-        budget = _enter(prompt, price.tokens_within(prompt.reader, budget.seconds, size), budget, price)
-    return budget
-
-
-def _fill_some(prompt: Prompt, budget: Budget, price: Price, least: int) -> Budget:
-    """As much as is left, or `least` tokens and the rest of their tile if it would have none; what is left then."""
-    budget = _fill([prompt], budget, price)
-    if prompt.num_given:
-        return budget
-    size = min(prompt.num_left, budget.num_tokens, price.to_tile_end(prompt.reader, least))
-    return _enter(prompt, size, budget, price)
-
-
-def _enter(prompt: Prompt, size: int, budget: Budget, price: Price) -> Budget:
-    """So many of its tokens are in the step; what is left then."""
-    if not size:
-        return budget
-    prompt.num_given += size
-    prompt.num_left -= size
-    return budget.minus(Budget(size, price.add(prompt.reader, size)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from p99lab.probe.client_process import ClientJob, ClientProcess
 from p99lab.probe.command import NO_KEY
 from p99lab.probe.documents import Document, Tokenize
 from p99lab.probe.load import Run, drive
-from p99lab.probe.targets import InProcessTarget, TargetSpec
+from p99lab.probe.openai_target import TargetSpec
+from p99lab.probe.targets import InProcessTarget
 from p99lab.probe.tokenizer import load_tokenize
 from p99lab.probe.workload import ClosedLoad, Load, Workload, make_documents, queries
 

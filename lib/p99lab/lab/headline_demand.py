@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 
 from p99lab.lab.headline import Block, Cell, Headline
+from p99lab.probe.hits import COLD_SHARE, COLD_TOKENS
 from p99lab.probe.records import RequestRecord
 from p99lab.probe.slo import Verdict, against, goodput
-from p99lab.probe.stats import COLD_SHARE, COLD_TOKENS, e2e, measured, ttft
+from p99lab.probe.stats import e2e, measured, ttft
 from p99lab.probe.throughput import lag
 
 GOODPUT_COLUMNS = ("arm", "goodput at least/s", "at most/s", "rates tried (verdict)")

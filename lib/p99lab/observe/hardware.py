@@ -19,6 +19,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -128,10 +129,19 @@ def _nvml() -> Iterator[Any]:
 
 def _gpus() -> list[dict[str, Any]]:
     with _nvml() as nvml:
-        if nvml is None:
-            return []
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        return [_gpu(nvml, handle) for handle in handles]
+        return [] if nvml is None else [_gpu(nvml, handle) for handle in _usable_gpus(nvml)]
+
+
+def _usable_gpus(nvml: Any) -> list[Any]:
+    """Handles of those that this process may use: all, or what CUDA_VISIBLE_DEVICES lists up to the first unknown."""
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if listed is None:
+        return handles
+    by_name = {str(i): handle for i, handle in enumerate(handles)}
+    by_name |= {str(nvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+    names = (name.strip() for name in listed.split(","))
+    return [by_name[name] for name in takewhile(by_name.__contains__, names)]
 
 
 def _gpu(nvml: Any, handle: Any) -> dict[str, Any]:

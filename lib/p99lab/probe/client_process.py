@@ -33,8 +33,9 @@ from pydantic import Field
 from p99lab.errors import BadParameterError, ModelError, P99labError
 from p99lab.probe.documents import Document, Tokenize
 from p99lab.probe.load import Progress, Run, drive
+from p99lab.probe.openai_target import OpenAITarget, TargetSpec
 from p99lab.probe.records import RequestRecord, from_row, from_table, to_table
-from p99lab.probe.targets import OpenAITarget, TargetError, TargetSpec
+from p99lab.probe.targets import TargetError
 from p99lab.probe.tokenizer import load_tokenize
 from p99lab.probe.workload import AnyLoad, Workload, digest, make_documents, needs_documents, queries, with_end
 from p99lab.strict import StrictModel

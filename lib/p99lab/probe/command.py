@@ -17,10 +17,11 @@ from p99lab.errors import BadParameterError
 from p99lab.probe.client_process import ClientJob, ClientProcess
 from p99lab.probe.documents import Document
 from p99lab.probe.load import Clock, Progress, Run, drive
+from p99lab.probe.openai_target import TargetSpec
 from p99lab.probe.options import DEFAULT_MODEL, ProbeOptions
 from p99lab.probe.records import RequestRecord
 from p99lab.probe.stats import Summary, measured, summarise
-from p99lab.probe.targets import InProcessTarget, Target, TargetSpec, shared_interpreter
+from p99lab.probe.targets import InProcessTarget, Target, shared_interpreter
 from p99lab.probe.workload import digest, make_documents, needs_documents, queries
 
 OnProgress = Callable[[Progress], None]

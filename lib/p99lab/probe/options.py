@@ -10,7 +10,7 @@ from pydantic import Field
 
 from p99lab.errors import BadParameterError
 from p99lab.probe.documents import Span
-from p99lab.probe.targets import Endpoint
+from p99lab.probe.openai_target import Endpoint
 from p99lab.probe.workload import CacheState, Load, Workload, parse_load
 from p99lab.strict import StrictModel
 

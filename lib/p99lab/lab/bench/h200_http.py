@@ -10,9 +10,9 @@ import numpy as np
 from p99lab.errors import P99labError
 from p99lab.lab.bench.h200_sizes import CASES, ON_DOCUMENTS, OVER_HTTP, H200Bench
 from p99lab.probe.client_process import ClientJob, ClientProcess
+from p99lab.probe.openai_target import TargetSpec
 from p99lab.probe.records import RequestRecord
 from p99lab.probe.stats import gaps, measured, ttft
-from p99lab.probe.targets import TargetSpec
 from p99lab.probe.workload import ClosedLoad, Workload
 
 Tell = Callable[[str], None]

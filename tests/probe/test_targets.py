@@ -7,8 +7,8 @@ import math
 import socket
 import ssl
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from itertools import islice, pairwise
 from typing import Any
 
@@ -427,6 +427,42 @@ def test_a_body_arrives_whole_in_whatever_pieces(serve: Any, monkeypatch: Any) -
     for piece_bytes in (7, 128):
         monkeypatch.setattr(openai_target, "PIECE_BYTES", piece_bytes)
         assert ask(serve, script(HEAD, GOOD), ids=True)[1].bodies[0] == prompt
+
+
+class Noted:
+    """A session that only notes what is begun and what is written; no request comes back."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    @asynccontextmanager
+    async def post(self, url: str, data: AsyncIterator[memoryview], **options: Any) -> AsyncGenerator[None, None]:
+        self.notes.append("begun")
+        async for _ in data:
+            self.notes.append("piece")
+        raise aiohttp.ClientError
+        yield
+
+
+def test_requests_that_are_due_together_all_begin_before_a_body_is_written(monkeypatch: Any) -> None:
+    """Each by a task that the one before it has made, as an open load's are."""
+    monkeypatch.setattr(openai_target, "PIECE_BYTES", 64)
+    target, session = OpenAITarget("http://127.0.0.1:1", model="m"), Noted()
+    monkeypatch.setattr(target, "_session", session)
+
+    async def send(queries: list[Query], group: asyncio.TaskGroup) -> None:
+        if queries:
+            group.create_task(send(queries[1:], group))
+            with pytest.raises(RequestError):
+                await anext(target.send(queries[0]))
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(send(texts(4), group))
+
+    asyncio.run(run())
+    assert session.notes[:4] == ["begun"] * 4
+    assert session.notes.count("piece") >= 8
 
 
 def test_a_client_that_leaves_closes_its_connection(serve: Any) -> None:

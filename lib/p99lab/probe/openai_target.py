@@ -30,6 +30,7 @@ CONNECT_TIMEOUT_S = 10.0
 MAX_COMPLAINT_BYTES = 16 << 10
 MAX_LISTED = 8
 PIECE_BYTES = 128 << 10  # 0.8 MB at once would take the event loop for 0.3 to 0.5 ms
+TURNS = 3  # of the event loop that others have before a request begins, and before a piece: who is due begins first
 READ_BUFFER_BYTES = 1 << 20  # a connection is not read while twice as much waits for its client
 MAX_HEAD_BYTES = 64 << 10  # a line of an answer's head
 
@@ -133,6 +134,7 @@ class OpenAITarget:
         url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
         headers = {**self._headers(), "content-length": str(len(body))}
         served: Served | None = None
+        await _give_way()
         try:
             async with session.post(url, data=_pieces(body), headers=headers, allow_redirects=False) as response:
                 _end_with_connection(response)
@@ -251,12 +253,16 @@ class OpenAITarget:
 
 
 async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
-    """A request's body, piece by piece; between two of them others get their turns."""
+    """A request's body, piece by piece."""
     whole = memoryview(body)
     for begin in range(0, len(body), PIECE_BYTES):
-        if begin:
-            await asyncio.sleep(0)
+        await _give_way()
         yield whole[begin : begin + PIECE_BYTES]
+
+
+async def _give_way() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
 
 
 def _end_with_connection(response: aiohttp.ClientResponse) -> None:

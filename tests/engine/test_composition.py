@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p99lab.engine.composition import (
     BACKLOG,
-    FEW_TOKENS,
+    FEW_TILES,
     LEAST_LONG,
     LONG_SHARE,
     MIN_CHUNK,
@@ -179,6 +179,7 @@ def test_the_tiles_of_decode_rows_are_filled_first() -> None:
     st.sampled_from([0.001, 0.022, 0.025, 0.03, 0.044]),
     st.sampled_from([3, 8, 100, 2048]),
 )
+@example(1, [(0, 8)], True, 0.001, 8)  # few tokens, which the question could take whole
 def test_the_first_in_line_always_gets_on(
     num_decoding: int, asking: list[tuple[int, int]], has_long: bool, max_step_s: float, num_tokens: int
 ) -> None:
@@ -278,9 +279,35 @@ def test_questions_are_finished_first_where_they_cannot_ride() -> None:
     shares = dict(Chunked(2048, bound(0.04, 4)).shares([*without_rows_on_one, NEW_DOCUMENT, alone, second]))
     assert shares[alone] == QUESTION
     many = [asks(number) for number in range(1, 6)]
-    assert 4 * (QUESTION - ROOM) + QUESTION > FEW_TOKENS  # what is left when the tiles of the rows are full
+    assert 5 * (QUESTION - ROOM) > FEW_TILES * TILE  # what is left when the tiles of the rows are full
     shares = dict(Chunked(2048, bound(0.06, 4)).shares([*ON_FOUR, NEW_DOCUMENT, *many]))
     assert shares[many[1]] > ROOM
+
+
+WITH_LITTLE_ROOM = {  # decode rows and questions by number, documents, and in how many steps they are to be through
+    "one token's room on its document, and rows that take all the time": (
+        [*range(11, 321, 10), *(10 * i + place for place in range(2, 10) for i in range(3))],
+        [1001],
+        10,
+        1,
+    ),
+    "tiles that are full": ([*range(2, 66)], [1000, 1001], 2, 1),
+    "two on one document": ([*range(4, 56)], [1001, 1005], 4, 4),
+    "two on two documents": ([*range(4, 56)], [1001, 1002], 4, 4),
+}
+
+
+@pytest.mark.parametrize("name", WITH_LITTLE_ROOM)
+def test_questions_are_through_soon_while_a_document_is_read(name: str) -> None:
+    rows, asking, num_documents, most_steps = WITH_LITTLE_ROOM[name]
+    decoding, questions = [decodes(number) for number in rows], [asks(number) for number in asking]
+    document, num_steps = running(0, 131_072, 64_000), 0
+    while waiting := [question for question in questions if question.is_prefill]:
+        for request, size in Chunked(2048, bound(0.0385, num_documents)).shares([*decoding, document, *waiting]):
+            request.num_computed_tokens += size if request.is_prefill else 0
+        num_steps += 1
+        assert num_steps <= most_steps
+    assert document.num_computed_tokens >= 64_000 + num_steps * TILE
 
 
 def test_urgent_questions_do_not_ride() -> None:

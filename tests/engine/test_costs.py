@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from p99lab.engine.costs import (
@@ -134,6 +134,7 @@ some_levels = st.lists(
 
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(some_levels)
+@example([Level(129, 1), Level(161, 1), Level(161, 276)])  # where the promise of a cut is not kept
 def test_cutting_never_costs(levels: list[Level]) -> None:
     segment = COST.segment_tokens(levels)
     longest = max(level.num_keys for level in levels)
@@ -183,6 +184,12 @@ def test_groups_pay_for_decode_rows_on_a_document_and_not_for_a_page() -> None:
     assert COST.group_pays(DOCUMENT, [1, 1])
     assert not COST.group_pays(64, [1, 1])
     assert not COST.group_pays(DOCUMENT, [4096, 4096])  # full tiles either way
+
+
+def test_levels_without_tokens_or_keys_take_nothing() -> None:
+    assert COST.attention_s([Level(5, 0), Level(0, 100)]) == 0.0
+    assert COST.attention_s([Level(5, 0), Level(3, 100, decodes=True)]) == COST.attention_s([Level(3, 100, True)])
+    assert COST.segment_tokens([(5, 0), (0, 100)]) == SEGMENT_STEP
 
 
 def test_levels_cover_what_rows_see_of_the_past() -> None:

@@ -18,7 +18,7 @@ from p99lab.errors import BadParameterError
 LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a question's, whatever it takes
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
-FEW_TOKENS = 160  # of questions: while no more wait for whom decode rows' tiles have no room, a long prompt goes first
+FEW_TILES = 5  # of questions, beyond what rides on tiles of decode rows: with no more, a long prompt goes before them
 QUIET_SHARE = 0.75  # of the bound on a step that a step has while nothing much waits
 BACKLOG = 1024  # tokens of prompts: when as many wait, a step has all of it
 
@@ -70,9 +70,9 @@ class Chunked:
 
     A prompt that is longer than a step yields to shorter ones of the same `urgency` (smaller is more urgent), so that
     questions do not wait for a document to be read. `LONG_SHARE` of what is left after the tiles of decode rows is kept
-    for the first such prompt; it gets that share of `MIN_CHUNK`, and the rest of their tile, all the same. While few
-    tokens of questions wait and others decode, it gets all that is left but a tile for the first question: tiles of
-    decode rows have room for most of them, and cost next to nothing.
+    for the first such prompt; it gets that share of `MIN_CHUNK`, and the rest of their tile, all the same. While
+    questions on all their documents ride on decode rows' tiles, and few tokens of questions are left, it gets all the
+    time that a tile for the first question leaves.
     """
 
     max_num_batched_tokens: int
@@ -121,12 +121,13 @@ class Chunked:
         with step.without(held):
             step.fill(prompts[: urgencies.count(urgencies[0])], price.open_tokens)
         least = math.ceil(MIN_CHUNK * LONG_SHARE)
-        if ahead and long and self._may_ride(ahead, long[0], price):
-            step.fill_tiles(first, 1)
+        kept = step.budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
+        if ahead and long and self._all_ride(ahead, long[0], price):
+            with step.without(Budget(kept.num_tokens, 0.0)):
+                step.fill_tiles(first, 1)
             step.fill_some(long[0], least)
             step.fill(order)
         else:
-            kept = step.budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
             with step.without(kept):
                 step.fill_some(first, MIN_CHUNK)
                 step.fill(ahead[1:])
@@ -135,12 +136,16 @@ class Chunked:
             step.fill(long[1:])
         step.fill_up(prompts)
 
-    def _may_ride(self, ahead: Sequence[Prompt], long: Prompt, price: Price) -> bool:
-        """Whether questions make do with the tiles of decode rows, for the good of the long prompt behind them."""
+    def _all_ride(self, ahead: Sequence[Prompt], long: Prompt, price: Price) -> bool:
+        """Whether questions can do with tiles of decode rows for a while, for the good of the long prompt behind them.
+
+        Asked when those tiles are filled.
+        """
         if self.urgency(ahead[0].request) < self.urgency(long.request):
             return False
-        is_few = sum(prompt.num_left for prompt in ahead) <= FEW_TOKENS
-        return is_few and all(price.has_company(prompt.reader) for prompt in ahead)
+        num_left = sum(prompt.num_left for prompt in ahead)
+        ridden = {id(prompt.reader.widest) for prompt in ahead if prompt.num_given}
+        return num_left <= FEW_TILES * price.tile_tokens and all(id(prompt.reader.widest) in ridden for prompt in ahead)
 
 
 def _is_long(prompt: Prompt, budget: Budget, price: Price) -> bool:

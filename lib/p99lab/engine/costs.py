@@ -37,7 +37,7 @@ SEGMENT_COUNTS = (*range(1, 17), 20, 24, 32)  # into how many the longest level 
 GOOD_ENOUGH = 1.02  # a cut that may be faster by no more than this is not tried
 CUTS_REMEMBERED = 8
 CLOCK_EXPONENT = 1 / 3  # by which the clock falls with the slots that are busy: power grows with its cube
-MOST_DEALT = 1024  # items whose slots are worked out one by one; of more, one too many for a slot matters little
+MOST_DEALT = 1024  # items that are dealt one by one; of more the slots are taken for full, up to 6 % too little
 
 PRODUCTS_PER_LAYER = 4  # queries, keys and values; output; gate and up; down
 
@@ -200,8 +200,8 @@ class StepCost:
             return 0.0
         computed, read = self._by_kind(levels)
         computed_s = 0.0
-        if computed:
-            work = self._work(computed)
+        work = self._work(computed)
+        if work.spans:
             computed_s = self._cut_s(work, _cut(work, self._best_segment(work) if segment is None else segment))
         read_s = self._even_s(read)
         num_launches = (computed_s > 0) + (read_s > 0)
@@ -259,19 +259,19 @@ class StepCost:
 
     def _work(self, levels: Sequence[Level]) -> _Work:
         spans: dict[int, tuple[int, int]] = {}
-        for level in levels:
+        for level in (level for level in levels if level.num_tokens and level.num_keys):
             tiles, tokens = spans.get(level.num_keys, (0, 0))
             spans[level.num_keys] = tiles + self._num_tiles(level.num_tokens), tokens + level.num_tokens
         longest_first = tuple((num_keys, *spans[num_keys]) for num_keys in sorted(spans, reverse=True))
         return _Work(longest_first, sum(level.num_keys for level in levels))
 
     def _find_segment(self, work: _Work) -> int:
-        """The most promising first, until no other can be faster by more than `GOOD_ENOUGH`."""
+        """None at all, then the most promising first, until no other should be faster by more than `GOOD_ENOUGH`."""
         longest = work.spans[0][0]
         cuts = [_cut(work, segment) for segment in {_rounded(-(-longest // count)) for count in SEGMENT_COUNTS}]
-        promising = sorted((self._least_cut_s(work, cut), cut) for cut in cuts)
-        best, best_s = _rounded(longest), inf
-        for least_s, cut in promising:
+        best = _rounded(longest)
+        best_s = self._cut_s(work, _cut(work, best))
+        for least_s, cut in sorted((self._least_cut_s(work, cut), cut) for cut in cuts):
             if least_s * GOOD_ENOUGH >= best_s:
                 break
             cut_s = self._cut_s(work, cut)
@@ -287,7 +287,7 @@ class StepCost:
         return self._slot_s(work, cut, fullest_slot(cut.pieces, self._num_kv_heads, self._device.num_slots))
 
     def _least_cut_s(self, work: _Work, cut: _Cut) -> float:
-        """What it takes at least: some slot has its share of all keys, and of the shortest pieces."""
+        """About the least that it takes: some slot has its share of all keys, and of the shortest pieces."""
         num_slots, num_heads = self._device.num_slots, self._num_kv_heads
         num_rounds = -(-num_heads * sum(count for _, count in cut.pieces) // num_slots)
         share = num_heads * sum(keys * count for keys, count in cut.pieces) / num_slots

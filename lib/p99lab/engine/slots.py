@@ -1,7 +1,8 @@
 """How FlashInfer's planner of FA3 deals a layer's items to the multiprocessors, in plain numbers.
 
 It goes through the heads of keys and values one after the other, within each through the longest keys first, and gives
-each item to the slot that has the least so far. The slot that ends up with the most decides how long the layer takes.
+each item to the slot that has the least so far, by its own count. The slot that ends up with the most by that count
+decides how long the layer takes, but for some per cent where items are many and short.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ ONE_KEY = 1 << 20  # a slot's account is one integer: its keys in units of this,
 
 
 class Slot(NamedTuple):
-    """What one multiprocessor works off."""
+    """What one multiprocessor works off; `num_keys` may be a mean."""
 
     num_keys: float
     num_items: int

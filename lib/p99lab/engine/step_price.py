@@ -53,6 +53,11 @@ class StepPrice:
         self._costs = costs
         self._num_tokens = 0
 
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens that fill a tile."""
+        return self._costs.tile_tokens
+
     def added_s(self, reader: Reader, num_tokens: int) -> float:
         """By how much so many more tokens of a request lengthen the step."""
         costs = self._costs
@@ -83,7 +88,7 @@ class StepPrice:
             return 0
         tile, open_tokens = self._costs.tile_tokens, self.open_tokens(reader)
         num_over = (num_left - open_tokens) % tile
-        if 2 * num_over < tile and open_tokens + tile <= num_left and self.has_company(reader):
+        if 2 * num_over < tile and open_tokens + tile <= num_left and self._has_company(reader):
             num_left -= num_over
         if self.added_s(reader, num_left) <= seconds:
             return num_left
@@ -112,7 +117,7 @@ class StepPrice:
         keys = reader.widest
         return 0 if keys is None or keys.decodes else self.open_tokens(reader)
 
-    def has_company(self, reader: Reader) -> bool:
+    def _has_company(self, reader: Reader) -> bool:
         """Whether tokens of others over the request's longest keys are in the step."""
         keys = reader.widest
         return keys is not None and keys.num_tokens > reader.num_tokens
@@ -120,6 +125,8 @@ class StepPrice:
 
 class Unpriced:
     """A step in which tokens take no time, of any number: who puts it together counts nothing else."""
+
+    tile_tokens = 1
 
     def added_s(self, reader: Reader, num_tokens: int) -> float:
         return 0.0
@@ -138,9 +145,6 @@ class Unpriced:
 
     def free_tokens(self, reader: Reader) -> int:
         return 0
-
-    def has_company(self, reader: Reader) -> bool:
-        return False
 
 
 Price = StepPrice | Unpriced

@@ -218,13 +218,16 @@ def test_a_wrong_request_ends_its_own_stream_only(engine: Engine) -> None:
 
 
 def test_a_stream_cancelled_from_another_thread_ends_with_an_event(engine: Engine) -> None:
-    async def run() -> FinishReason | None:
-        events = engine.stream(PROMPTS[0], ENDLESS, request_id="victim")
+    """Soon, however short the steps are between which the lock is free for a moment."""
+
+    async def run(request_id: str) -> FinishReason | None:
+        events = engine.stream(PROMPTS[0], ENDLESS, request_id=request_id)
         await anext(events)
-        assert await asyncio.to_thread(engine.cancel, "victim")
+        assert await asyncio.to_thread(engine.cancel, request_id)
         return [event async for event in events][-1].finish_reason
 
-    assert asyncio.run(run()) is FinishReason.CANCELLED
+    for number in range(12):
+        assert asyncio.run(run(f"victim {number}")) is FinishReason.CANCELLED
 
 
 def test_quiescing_ends_also_what_was_submitted_a_moment_before(engine: Engine) -> None:

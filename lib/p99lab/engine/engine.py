@@ -85,6 +85,7 @@ class Engine:
         self._closed = False
         self._pid = os.getpid()
         self._lock = threading.RLock()  # held through every step
+        self._turns_wanted: set[object] = set()
         self._loop_lock = threading.Lock()  # of what clients may not wait a step for
         self._loop: StepLoop | None = None
 
@@ -222,6 +223,11 @@ class Engine:
         """For how many seconds the next step need not be planned: a request that is added meanwhile will be in it."""
         return self._pipeline.spare_s
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether another thread wants a turn, so that whoever steps should let it have one."""
+        return bool(self._turns_wanted)
+
     def fail(self, error: BaseException) -> None:
         """Something outside a step has shown the accounts to be broken: every request ends, later calls say why."""
         with self._lock:
@@ -234,7 +240,7 @@ class Engine:
 
         False: no such request.
         """
-        with self._lock:
+        with self._turn():
             with uninterrupted():
                 request = self._requests.get(request_id)
                 if request is not None:
@@ -413,6 +419,17 @@ class Engine:
             self._tree.enabled = config.cache.prefix_cache
             self._pipeline = pipeline
             self._deliver()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock, as one for whom a thread that does nothing but step gives way: else it may take it every time."""
+        turn = object()
+        self._turns_wanted.add(turn)
+        try:
+            with self._lock:
+                yield
+        finally:
+            self._turns_wanted.discard(turn)
 
     def _new_pipeline(self, config: EngineConfig) -> Pipeline:
         scheduler = Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
 
 POLL_S = 0.2  # how soon an idle thread notices that the engine or the interpreter is going
+GIVE_WAY_S = 50e-6  # in which a thread that waits for the engine's lock gets it
 IDLE_CHECK_S = 5.0  # idle for so long, the engine proves its accounts; sooner would fall between a client's requests
 
 OnEvent = Callable[[TokenEvent], None]
@@ -119,6 +121,8 @@ class StepLoop:
             while self._inbox.empty() and engine.has_requests and threading.main_thread().is_alive():
                 if spare_s := engine.spare_s:
                     return spare_s
+                if engine.is_awaited:
+                    time.sleep(GIVE_WAY_S)
                 engine.advance()
         return 0.0
 

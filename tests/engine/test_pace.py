@@ -101,6 +101,7 @@ class Spared:
 
     failure = None
     has_requests = True
+    is_awaited = False
 
     def __init__(self) -> None:
         self.spare_s = 60.0

@@ -91,8 +91,8 @@ H200 = DeviceCosts(
 )
 """FlashInfer's FA3 over folded rows and the project's decode kernel, bf16, head dimension 128; measured 2026-11-30.
 
-FA3's part is fitted to 140 launches of 1 to 12 tiles over 30 000 to 130 816 keys, cut in 14 ways: 2.4 % root mean
-square. Products are fitted to steps without attention, the rest to whole steps (`docs/log.md`, "Slots").
+FA3's part is fitted to 140 launches of 1 to 12 tiles over 30 000 to 130 816 keys, cut in 14 ways, its rate to whole
+steps; products are fitted to steps without attention (`docs/log.md`, "Slots").
 """
 
 TWO_CORES = DeviceCosts(

@@ -140,6 +140,30 @@ def test_a_resource_tracker_may_do_its_work(run_dir: Path) -> None:
     assert list(reaping.processes_of(run_dir)) == []
 
 
+class Replaced(psutil.Process):
+    """A process in the middle of an exec: the kernel has taken its old arguments and environment away."""
+
+    looks = 0
+
+    def environ(self) -> dict[str, str]:
+        self.looks += 1
+        return {} if self.looks < 3 else super().environ()
+
+    def cmdline(self) -> list[str]:
+        return [] if self.looks < 3 else super().cmdline()
+
+
+def test_a_process_that_is_just_being_started_is_found(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    process, _ = start(TRACKED, run_dir=run_dir)
+    replaced = Replaced(process.pid)
+    with monkeypatch.context() as patched:
+        patched.setattr(psutil, "process_iter", lambda: iter([replaced]))
+        found = list(reaping.processes_of(run_dir))
+    reaping.reap(run_dir)
+    process.wait()
+    assert (found, replaced.looks) == ([replaced], 3)
+
+
 def test_what_a_killed_runner_leaves_is_cleared_by_its_guardian(run_dir: Path) -> None:
     runner, folder = start(RUNNER, str(run_dir))
     assert len(reaping.left_by(run_dir)) == 2  # a server, a folder

@@ -32,6 +32,7 @@ _NOTED = "shared-memory"
 _SHARED_MEMORY = Path("/dev/shm")
 _SOCKET_PATH_LIMIT = 100  # sun_path holds 108 bytes, and the channel's number is appended
 _UNBORN_S = 60.0  # a folder without an owner this old has lost it before it was written
+_EXEC_PATIENCE_S = 1.0
 _KILL_PATIENCE_S = 5.0
 _TRACKER_PATIENCE_S = 2.0
 _MAX_SCAN_SHARE = 0.02  # of the time, however busy /dev/shm is
@@ -181,8 +182,21 @@ def processes_of(run_dir: Path) -> Iterator[psutil.Process]:
     """Every process whose environment says it belongs to this run, orphans in sessions of their own included."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid != os.getpid() and process.environ().get(ENVIRONMENT_VARIABLE) == str(run_dir):
+            if process.pid != os.getpid() and _environment(process).get(ENVIRONMENT_VARIABLE) == str(run_dir):
                 yield process
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """A process that is replacing its program (exec) shows neither arguments nor environment: it is asked again.
+
+    Kernel threads never show any; they have no program either.
+    """
+    until = time.monotonic() + _EXEC_PATIENCE_S
+    while not (environment := process.environ()) and not process.cmdline() and process.exe():
+        if time.monotonic() > until:
+            break
+        time.sleep(0.001)
+    return environment
 
 
 def reap(run_dir: Path) -> None:

@@ -157,6 +157,13 @@ def _block(name: str, load: str, rate: float, latency_s: float, cold_s: tuple[fl
     return Block(arm(name), load, 0, 0, run, summary, None, rate, cold)
 
 
+def _few(block: Block, num_requests: int) -> Block:
+    """The same, with fewer requests."""
+    run = Run(block.run.records[:num_requests], {}, {})
+    load = OpenLoad(num_requests=num_requests, rate=block.rate or 1.0)
+    return dataclasses.replace(block, run=run, summary=summarise(run, load))
+
+
 def _made_up(measured: Headline, *blocks: Block) -> Headline:
     h200 = load(CONTRACTS[headline.NOTEBOOK], "h200", ("vllm_site=/site", "vllm_model=/model"))
     assert isinstance(h200, Headline01)
@@ -179,6 +186,28 @@ def test_goodput_is_the_highest_rate_below_the_first_that_misses(measured: Headl
     assert table.loc[FULL, "goodput at least/s"] == 50.0
     assert "63 (misses)" in table.loc[FULL, "rates tried (verdict)"]
     assert table.loc["vLLM", "goodput at least/s"] == 4.0
+
+
+def test_what_misses_at_the_lowest_rate_has_less_than_that(measured: Headline) -> None:
+    made_up = _made_up(measured, _block(FULL, "open 50/s", 50.0, 0.9), _block("vLLM", "open 50 %", 4.0, 2.5))
+    table = headline_demand.goodput_table(made_up).set_index("arm")
+    assert math.isnan(table.loc["vLLM", "goodput at least/s"])
+    assert table.loc["vLLM", "at most/s"] == 4.0
+    bars = headline_bars.bars(made_up).set_index("figure")
+    assert bars.loc[headline_bars.GOODPUT_TIMES.figure, "measured"] == 12.5
+
+
+def test_a_bar_says_why_it_has_no_figure(measured: Headline) -> None:
+    few = _few(_block(FULL, "open 50 %", 35.0, 0.4), 300)
+    churn = _block(FULL, "churn 50 %", 35.0, 0.7, cold_s=(12.0,))
+    bars = headline_bars.bars(_made_up(measured, few, churn)).set_index("figure")["verdict"]
+    for bar in (headline_bars.GOODPUT, headline_bars.HALF_P99, headline_bars.CHURN_TIMES):
+        assert bars[bar.figure] == "cannot tell"
+    assert bars[headline_bars.GOODPUT_TIMES.figure] == "not run"
+    void = dataclasses.replace(churn, summary=dataclasses.replace(churn.summary, void=("the client was late",)))
+    bars = headline_bars.bars(_made_up(measured, _block(FULL, "open 50 %", 35.0, 0.4), void)).set_index("figure")
+    assert bars.loc[headline_bars.CHURN_TIMES.figure, "verdict"] == "void"
+    assert bars["n"].to_dict()[headline_bars.CHURN_TTFT.figure] == 1
 
 
 def test_bars_are_held_or_missed_by_what_was_measured(measured: Headline) -> None:

@@ -27,7 +27,13 @@ def test_a_table_is_kept_exact_and_shown_short(folder: RunFolder) -> None:
     assert "1.23<" in html
     assert "&lt;stock&gt;" in html
     assert "1.234" not in html
-    assert "12 345" in repr(page)
+    assert "12\u202f345" in repr(page)  # a space at which no line is broken
+
+
+def test_whole_numbers_and_lists_stay_what_they_are(folder: RunFolder) -> None:
+    page = results.table("t", pd.DataFrame({"n": [2, None], "waits": [[43.511769, 44.4], []]}).astype({"n": "Int64"}))
+    assert [line.split() for line in repr(page).splitlines()[1:]] == [["2", "43.5,", "44.4"], ["–", "–"]]
+    assert pq.read_table(folder.path / "metrics/t.parquet").to_pylist()[1] == {"n": None, "waits": []}
 
 
 def test_an_arrow_table_will_do(folder: RunFolder) -> None:
@@ -70,7 +76,8 @@ def test_nothing_is_added_to_a_sealed_run(folder: RunFolder) -> None:
         (0.5, "0.500"),
         (1.0, "1.00"),
         (98.76, "98.8"),
-        (123456.7, "123 457"),
+        (123456.7, "123\u202f457"),
+        ([12.5, None], "12.5, –"),
         (-2.5, "-2.50"),
         (0.0, "0"),
         (7, "7"),

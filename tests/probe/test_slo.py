@@ -33,8 +33,9 @@ def test_goodput_ends_at_the_first_rate_that_breaks_the_slo() -> None:
     assert goodput([(1.0, "misses")]) == goodput([]) == Goodput(None, None)
 
 
-def test_a_rate_that_cannot_be_told_makes_higher_ones_possible_only() -> None:
-    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "meets"), (4.0, "misses")]) == Goodput(1.0, 3.0)
+def test_a_rate_of_which_too_little_is_known_says_nothing_of_others() -> None:
+    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "meets"), (4.0, "misses")]) == Goodput(3.0, 3.0)
+    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "misses")]) == Goodput(1.0, 2.0)
     assert goodput([(1.0, "cannot tell")]) == Goodput(None, 1.0)
 
 

@@ -28,10 +28,10 @@ class Bar:
     unit: str
     is_floor: bool = False
 
-    def judge(self, value: float | None, n: int | None = None) -> dict[str, Any]:
-        """A row of the table; a figure that there is not is not judged."""
+    def judge(self, value: float | None, n: int | None = None, without: str = "not run") -> dict[str, Any]:
+        """A row of the table; a figure that there is not is not judged, and the verdict is `without`."""
         reached = value is not None and (value >= self.limit if self.is_floor else value <= self.limit)
-        verdict = "not run" if value is None else "held" if reached else "missed"
+        verdict = without if value is None else "held" if reached else "missed"
         bar = f"{'≥' if self.is_floor else '≤'} {self.limit:g} {self.unit}".rstrip()
         return dict(zip(COLUMNS, (self.figure, bar, value, n, verdict), strict=True))
 
@@ -51,24 +51,28 @@ def bars(headline: Headline) -> pd.DataFrame:
     parameters, full = headline.parameters, headline.full
     is_theirs = parameters.on_gpu and parameters.concurrency == CLIENTS and parameters.lengths[0][0] >= LEAST_DOCUMENT
     rows = [] if full is None or not is_theirs else [*_closed(headline, full), *_open(headline, full)]
-    return pd.DataFrame(rows, columns=COLUMNS)
+    return pd.DataFrame(rows, columns=COLUMNS).astype({"n": "Int64"})
 
 
 def _closed(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
     cell = headline.cell(full.name)
-    yield CLOSED_P99.judge(*_latency(cell, "p99"))
-    yield CLOSED_STD.judge(*_latency(cell, "std"))
+    yield CLOSED_P99.judge(*_latency(cell, "p99"), without=_unjudged(cell))
+    yield CLOSED_STD.judge(*_latency(cell, "std"), without=_unjudged(cell))
     yield CLOSED_IDLE.judge(None if cell is None else idle_share(cell))
 
 
 def _open(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
-    reached = goodput_table(headline).set_index("arm")["goodput at least/s"].to_dict()
-    ours, theirs = _number(reached.get(full.name)), _number(reached.get(PEER))
-    yield GOODPUT.judge(ours)
-    yield GOODPUT_TIMES.judge(ours / theirs if ours is not None and theirs else None)
-    yield HALF_P99.judge(*_latency(headline.cell(full.name, "open 50 %"), "p99"))
+    rates = goodput_table(headline).set_index("arm")
+    ours = _number(rates["goodput at least/s"].get(full.name))
+    theirs = _number(rates["at most/s"].get(PEER))
+    is_tried, is_compared = full.name in rates.index, {full.name, PEER} <= set(rates.index)
+    yield GOODPUT.judge(ours, without="cannot tell" if is_tried else "not run")
+    times = ours / theirs if ours is not None and theirs else None
+    yield GOODPUT_TIMES.judge(times, without="cannot tell" if is_compared else "not run")
+    half, busy = headline.cell(full.name, "open 50 %"), headline.cell(full.name, "churn 50 %")
+    yield HALF_P99.judge(*_latency(half, "p99"), without=_unjudged(half))
     churn = churn_table(headline).set_index("arm").to_dict("index").get(full.name, {})
-    yield CHURN_TIMES.judge(_number(churn.get("times")))
+    yield CHURN_TIMES.judge(_number(churn.get("times")), without=_unjudged(busy, half))
     waits = churn.get("their TTFT (s)") or []
     yield CHURN_TTFT.judge(max(waits) if waits else None, len(waits))
 
@@ -88,6 +92,13 @@ def _latency(cell: Cell | None, name: str) -> tuple[float | None, int | None]:
     latency = cell.metrics["e2e"]
     figure: Figure = latency.std if name == "std" else latency.percentiles[name]
     return figure.value, figure.n
+
+
+def _unjudged(*cells: Cell | None) -> str:
+    """The verdict where there is no figure that takes all of these cells."""
+    if None in cells:
+        return "not run"
+    return "void" if any(cell.void for cell in cells if cell is not None) else "cannot tell"
 
 
 def _number(value: Any) -> float | None:

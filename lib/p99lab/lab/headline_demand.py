@@ -18,7 +18,10 @@ CHURN_COLUMNS = ("arm", "cold documents", "their TTFT (s)", "of whom cold", "oth
 
 
 def goodput_table(headline: Headline) -> pd.DataFrame:
-    """Per arm the highest Poisson rate whose P99 of E2E meets the SLO: what is shown, and what is possible."""
+    """Per arm the highest Poisson rate whose P99 of E2E meets the SLO: what is shown, and what is possible.
+
+    Where even the lowest rate that was tried misses it, goodput is below that one.
+    """
     rows = []
     for arm in dict.fromkeys(cell.arm for cell in headline.all_cells()):
         cells = [cell for cell in headline.all_cells() if cell.arm == arm and is_poisson(cell.load)]
@@ -26,7 +29,8 @@ def goodput_table(headline: Headline) -> pd.DataFrame:
         if points:
             found = goodput(points)
             tried = ", ".join(f"{rate:.3g} ({said})" for rate, said in sorted(points))
-            rows.append((arm.name, found.shown, found.possible, tried))
+            lowest = min((rate for rate, said in points if said != "void"), default=None)
+            rows.append((arm.name, found.shown, lowest if found.possible is None else found.possible, tried))
     return pd.DataFrame(rows, columns=GOODPUT_COLUMNS)
 
 
@@ -67,11 +71,15 @@ def _is_saturated(block: Block) -> bool:
 def _churn_row(headline: Headline, cell: Cell) -> tuple[Any, ...]:
     cold = [record for block in cell.blocks for record in measured(block.cold)]
     quiet = headline.cell(cell.arm.name, cell.load.replace("churn", "open"))
-    p99 = cell.metrics["e2e"].percentiles["p99"].value
-    calm = None if quiet is None else quiet.metrics["e2e"].percentiles["p99"].value
+    p99, calm = _p99(cell), None if quiet is None else _p99(quiet)
     times = p99 / calm if p99 is not None and calm else None
     num_cold = sum(_is_cold(record) for record in cold)
     return cell.arm.name, len(cold), [ttft(record) for record in cold], num_cold, p99, calm, times
+
+
+def _p99(cell: Cell) -> float | None:
+    """Of E2E; None of a void cell."""
+    return None if cell.void else cell.metrics["e2e"].percentiles["p99"].value
 
 
 def _is_cold(record: RequestRecord) -> bool:

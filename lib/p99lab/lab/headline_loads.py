@@ -165,7 +165,13 @@ def _open(arm: Arm, load: LoadSpec, parameters: Headline01) -> Planned:
     if load.kind == "common":
         num_requests, pace = parameters.open_requests, 1.0 / parameters.open_share
         return Planned(arm, load, 0, num_requests, None, num_requests * pace)  # answered no faster than it arrives
-    seconds = parameters.open_block_s if load.kind != "churn" else churn_s(parameters)
+    match load.kind:
+        case "churn":
+            seconds = churn_s(parameters)
+        case "rate":
+            seconds = parameters.rate_block_s
+        case _:
+            seconds = parameters.open_block_s
     return Planned(arm, load, 0, None, seconds, seconds)
 
 

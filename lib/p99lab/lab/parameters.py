@@ -100,6 +100,7 @@ class Headline01(StrictModel):
     open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
     bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
     open_rates: tuple[Rate, ...]  # Poisson arrivals per second, those up to the arm's own capacity
+    rate_block_s: float = Field(gt=0)  # of each of these: near capacity slow requests come in clusters, few a minute
     churn_share: Share  # Poisson arrivals beside cold documents, of what the arm itself answers
     cold_documents: int = Field(ge=0)  # that arrive during it; 0 leaves it out
     cold_every_s: float = Field(gt=0)

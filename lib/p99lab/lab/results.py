@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DPI = 160
+_THIN_SPACE = "\u202f"  # at which no line is broken
 
 
 class Shown:
@@ -31,7 +32,7 @@ class Shown:
         return str(self._text().to_string(index=False))
 
     def _text(self) -> pd.DataFrame:
-        return self._frame.astype(object).map(shown)
+        return self._frame.astype(object).where(self._frame.notna(), None).map(shown)
 
 
 def table(name: str, frame: pd.DataFrame | pa.Table) -> Shown:
@@ -48,7 +49,8 @@ def table(name: str, frame: pd.DataFrame | pa.Table) -> Shown:
     buffer = io.BytesIO()
     pq.write_table(columns, buffer)
     RunFolder.current().write(f"metrics/{name}.parquet", buffer.getvalue())
-    return Shown(columns.to_pandas())
+    whole_numbers = {pa.int64(): pd.Int64Dtype()}  # which a missing value leaves whole
+    return Shown(columns.to_pandas(types_mapper=whole_numbers.get))
 
 
 def metrics(name: str, values: Mapping[str, Any]) -> Shown:
@@ -80,6 +82,8 @@ def figure(name: str, drawing: Figure, alt: str = "") -> Image:
 
 def shown(value: Any) -> str:
     """A value in a table: three significant digits, no exponent, a dash for nothing."""
+    if hasattr(value, "tolist"):  # numpy's, as they come back from a file
+        value = value.tolist()
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "–"
     if isinstance(value, bool):
@@ -93,11 +97,11 @@ def shown(value: Any) -> str:
 
 def _shown_number(value: int | float) -> str:
     if isinstance(value, int) or not math.isfinite(value):
-        return f"{value:,}".replace(",", " ")  # a thin space
+        return f"{value:,}".replace(",", _THIN_SPACE)
     if value == 0:
         return "0"
     decimals = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{decimals}f}".replace(",", " ")
+    return f"{value:,.{decimals}f}".replace(",", _THIN_SPACE)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

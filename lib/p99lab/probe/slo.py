@@ -40,10 +40,10 @@ def against(figure: Figure, q: float, limit_s: float) -> Literal["meets", "misse
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Rates in requests per second. `shown`: the highest that meets the SLO, as every lower one does.
+    """Rates in requests per second, of those below the first that misses the SLO or is saturated.
 
-    `possible`: the highest below the first that misses it or is saturated, those that cannot be told included. The two
-    are equal where the sample was large enough; None where there is no such rate.
+    `shown`: the highest that meets it. `possible`: the highest of all, those that cannot be told included. The two are
+    equal where the sample was large enough; None where there is no such rate.
     """
 
     shown: float | None
@@ -52,12 +52,11 @@ class Goodput:
 
 def goodput(points: Iterable[tuple[float, Verdict]]) -> Goodput:
     """Goodput from (rate, verdict) in any order. A void point is as good as not measured."""
-    shown, possible, certain = None, None, True
+    shown, possible = None, None
     for rate, verdict in sorted(points, key=lambda point: point[0]):
         if verdict == "void":
             continue
         if verdict in ("misses", "saturated"):
             break
-        certain = certain and verdict == "meets"
-        shown, possible = rate if certain else shown, rate
+        shown, possible = rate if verdict == "meets" else shown, rate
     return Goodput(shown, possible)

@@ -128,7 +128,7 @@ def _goodput(result: SweepResult) -> str:
     if good is None or good.possible is None:
         return "no rate is shown to meet the SLO" + (f", {num_void} of {len(result.points)} are void" * bool(num_void))
     if good.shown == good.possible:
-        return f"{good.shown:.3g}/s meets the SLO, as every lower rate does"
+        return f"{good.shown:.3g}/s meets the SLO, and no lower rate misses it"
     sure = "no rate is shown to meet it" if good.shown is None else f"at least {good.shown:.3g}/s"
     return (
         f"{sure}; up to {good.possible:.3g}/s cannot be told: intervals straddle the SLO, more --requests narrow them"

@@ -191,6 +191,11 @@ def test_a_direction_needs_an_interval() -> None:
     assert "n = 12" in result.why
 
 
+def test_a_direction_needs_its_figure() -> None:
+    result = verdict(claim(test=FASTER), figures(latency(3.0)), CONDITIONS)
+    assert (result.name, result.why) == (None, "no figure speedup")
+
+
 def test_a_bound_holds_when_the_whole_interval_is_inside() -> None:
     bound = claim(test=rule(kind="sign", effect={"below": 10}))
     assert verdict(bound, figures(latency(9.0)), CONDITIONS).name == Name.REPRODUCED

@@ -280,12 +280,14 @@ def _judge_effect(
 ) -> tuple[Name | None, str]:
     """The stated size is not confirmed: does the direction hold, and may its absence be held against the claim?"""
     effect = claim.test.effect
+    if effect is not None and effect.metric not in figures:
+        return None, f"no figure {effect.metric}"
     if effect is not None and effect.holds(figures):
         settled = conditions_met and claim.test.kind in ("sign", "mechanism")
         return Name.REPRODUCED if settled else Name.DIRECTION_ONLY, effect.found(figures)
-    shown = figure if effect is None else figures.get(effect.metric)
-    if shown is None or shown.ci95 is None:
-        return None, f"no confidence interval (n = {shown.n if shown else 0})"
+    shown = figure if effect is None else figures[effect.metric]
+    if shown.ci95 is None:
+        return None, f"no confidence interval (n = {shown.n})"
     why = "no direction is stated" if effect is None else f"not shown: {effect.found(figures)}"
     may_deny = conditions_met and (effect is not None or _is_precise(figure))
     return Name.NOT_REPRODUCED if may_deny else None, why

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -12,10 +13,13 @@ import torch
 
 from p99lab.engine import backends, checkpoint
 from p99lab.engine.attention.reference import ReferenceAttention
-from p99lab.engine.backends import rehearse
+from p99lab.engine.attention.spans import SegmentTokens, Split, plan_spans
+from p99lab.engine.backends import Attentions, rehearse
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig, ModelConfig, SchedulerConfig
+from p99lab.engine.costs import H200, SEGMENT_COUNTS, StepCost
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
+from p99lab.engine.geometry import Geometry
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.model import LlamaModel
 from p99lab.engine.plan import StepPath, StepPlan, StepResult
@@ -58,7 +62,7 @@ class Runners:
     paged: list[Counted] = field(default_factory=list)
     graphs: list[NoneFits] = field(default_factory=list)
 
-    def __call__(self, config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+    def __call__(self, config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None) -> ModelRunner:
         spans, paged = Counted(pool), Counted(pool)
         self.spans.append(spans)
         self.paged.append(paged)
@@ -174,7 +178,7 @@ def test_a_rehearsal_runs_each_kind_of_step_and_leaves_the_pool_usable(config: E
             seen.append(plan)
             return super().execute(plan)
 
-    def new_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+    def new_runner(config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None) -> ModelRunner:
         attention, sampled = ReferenceAttention(pool), torch.zeros(64, dtype=torch.int64)
         runner = Rehearsed(LlamaModel(weights), pool, attention, 0, sampled, None, lambda c: attention)
         rehearse(runner, pool, 100, 3)
@@ -201,6 +205,60 @@ def test_steps_that_memory_has_no_room_for_are_refused_at_the_start(
     monkeypatch.setattr(backends, "LlamaModel", out_of_memory)
     with pytest.raises(BadParameterError, match=r"^steps of up to \d+ tokens do not fit beside weights and pool"):
         Engine(config)
+
+
+def test_who_plans_a_step_and_who_runs_it_search_for_its_cut_once(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's runner is given what its scheduler has, and asks it for the segments of the spans of each step."""
+    num_asked, num_searched = 0, 0
+
+    class Cutting(ReferenceAttention):
+        costs: StepCost
+
+        def plan(self, step: StepPlan) -> StepPath:
+            plan_spans(step, config.cache.page_size, Split(self.segment_tokens))
+            return super().plan(step)
+
+        def segment_tokens(self, spans: Sequence[tuple[int, int]]) -> int:
+            nonlocal num_asked
+            num_asked += 1
+            return self.costs.segment_tokens(spans)
+
+    class Searches(tuple[int, ...]):
+        def __iter__(self) -> Iterator[int]:
+            nonlocal num_searched
+            num_searched += 1
+            return super().__iter__()
+
+    def make(config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None) -> ModelRunner:
+        attention, sampled = Cutting(pool), torch.zeros(64, dtype=torch.int64)
+        assert costs is not None
+        attention.costs = costs
+        return ModelRunner(LlamaModel(weights), pool, attention, 0, sampled, None, lambda c: attention)
+
+    monkeypatch.setattr("p99lab.engine.costs.SEGMENT_COUNTS", Searches(SEGMENT_COUNTS))
+    config = config.model_copy(update={"scheduler": SchedulerConfig(max_num_batched_tokens=8)})
+    with Engine(config, new_runner=make) as engine:
+        engine.generate([PROMPT], SamplingParams(max_tokens=1))
+    assert num_asked == num_searched == 4  # all steps but the first see earlier keys
+
+
+def test_spans_are_cut_by_the_costs_that_are_given(triton: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from p99lab.engine.attention import flashinfer, paged
+
+    cuts: list[SegmentTokens] = []
+    monkeypatch.setattr(flashinfer, "FlashInferAttention", lambda pool, geometry, cut, *rest: cuts.append(cut))
+    monkeypatch.setattr(paged, "PagedAttention", lambda pool, geometry: None)
+    geometry = Geometry.named("llama-3.1-8b")
+    small = geometry.model_copy(update={"num_layers": 1})
+    pool = KVPool.allocate(small, 2, 64, torch.bfloat16, torch.device("cpu"))
+    costs = StepCost(H200, geometry, page_size=64)
+    for given in (costs, None):
+        Attentions(pool, geometry, 100, given).spans  # noqa: B018
+    assert cuts[0] == costs.segment_tokens
+    assert cuts[1] != costs.segment_tokens
+    assert cuts[1]([(32, 130_816)]) == costs.segment_tokens([(32, 130_816)])
 
 
 def test_weights_that_memory_has_no_room_for_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from p99lab.engine import costs
+from p99lab.engine.attention.spans import Split, plan_spans
 from p99lab.engine.costs import (
     GOOD_ENOUGH,
     H200,
@@ -20,10 +25,12 @@ from p99lab.engine.costs import (
     device_costs,
     levels_of,
 )
+from p99lab.engine.dealing import fullest_processor
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.plan import PrefixGroup, Row
+from p99lab.engine.grouping import arrange
+from p99lab.engine.pace import Pace
+from p99lab.engine.plan import PrefixGroup, Row, StepPlan
 from p99lab.engine.request import SamplingParams
-from p99lab.engine.slots import fullest_slot
 
 pytestmark = pytest.mark.light
 
@@ -154,13 +161,77 @@ def test_the_cut_is_near_the_best(levels: list[Level]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [(77,) * 4, (32,), (32, 32), (60, 28), (205,), (77, 77, 77), (141,) * 4])
-def test_slots_are_busy_evenly_beside_long_documents(tokens: tuple[int, ...]) -> None:
-    """Three tiles on each of four documents are 96 items for 132 slots: uncut they took 67 ms a step, cut 55."""
+def test_processors_are_busy_evenly_beside_long_documents(tokens: tuple[int, ...]) -> None:
+    """Three tiles on each of four documents are 96 items for 132 processors: uncut they took 67 ms a step, cut 55."""
     segment = COST.segment_tokens([(num_tokens, DOCUMENT) for num_tokens in tokens])
     num_tiles = sum(-(-num_tokens // 32) for num_tokens in tokens)
     whole, rest = divmod(DOCUMENT, segment)
     pieces = [(segment, whole * num_tiles), *([(rest, num_tiles)] if rest else [])]
-    assert fullest_slot(pieces, 8, 132).num_keys < 1.08 * 8 * num_tiles * DOCUMENT / 132
+    assert fullest_processor(pieces, 8, 132).num_keys < 1.08 * 8 * num_tiles * DOCUMENT / 132
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> Searches:
+    searches = Searches(costs.SEGMENT_COUNTS)
+    monkeypatch.setattr(costs, "SEGMENT_COUNTS", searches)
+    return searches
+
+
+class Searches(tuple[int, ...]):
+    """`SEGMENT_COUNTS` that knows how often it has been gone through."""
+
+    number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.number += 1
+        return super().__iter__()
+
+
+def with_pages(rows: list[Row], groups: list[PrefixGroup]) -> list[Row]:
+    """The groups share pages, and each row has the rest for itself."""
+    paged = []
+    for number, group in enumerate(groups):
+        for i in group.rows:
+            table = np.arange(len(rows[i].page_table), dtype=np.int32) + number * group.num_pages
+            table[group.num_pages :] += (i + 1) * 1_000_000
+            paged.append(replace(rows[i], page_table=table))
+    return paged
+
+
+def test_the_cut_of_a_step_is_searched_for_once(searches: Searches) -> None:
+    """Whoever groups its rows, cuts its spans and predicts its time asks; only the first has to wait."""
+    cost = StepCost(H200, LLAMA, 64)
+    rows = with_pages(*on_documents([(13, [64]), (13, [64, 19])]))
+    order, groups = arrange(rows, 64, 256, cost)
+    assert len(groups) == 2
+    assert searches.number == 1
+    step = StepPlan(0, tuple(rows[i] for i in order), groups)
+    spans = plan_spans(step, 64, Split(cost.segment_tokens, max_decode_tokens=16, num_lanes=33))
+    assert spans is not None
+    assert len(spans.num_keys) > 2
+    assert Pace(cost).predict_s(step)
+    assert searches.number == 1
+
+
+def test_only_the_cuts_of_the_latest_steps_are_remembered(searches: Searches) -> None:
+    cost = StepCost(H200, LLAMA, 64)
+    for num_tokens in range(1, costs.CUTS_REMEMBERED + 1):
+        cost.segment_tokens([(num_tokens, DOCUMENT)])
+    cost.segment_tokens([(1, DOCUMENT)])
+    assert searches.number == costs.CUTS_REMEMBERED
+    cost.segment_tokens([(99, DOCUMENT)])  # instead of that of two tokens, which nobody has asked for since
+    cost.segment_tokens([(1, DOCUMENT)])
+    assert searches.number == costs.CUTS_REMEMBERED + 1
+    cost.segment_tokens([(2, DOCUMENT)])
+    assert searches.number == costs.CUTS_REMEMBERED + 2
+
+
+def test_costs_that_nobody_holds_are_gone_at_once() -> None:
+    cost = StepCost(H200, LLAMA, 64)
+    cost.segment_tokens([(32, DOCUMENT)])
+    reference = weakref.ref(cost)
+    del cost
+    assert reference() is None
 
 
 def test_long_prefixes_of_few_tokens_are_cut_and_full_devices_are_not() -> None:
@@ -171,7 +242,7 @@ def test_long_prefixes_of_few_tokens_are_cut_and_full_devices_are_not() -> None:
 
 @given(st.integers(64, 131_072), st.lists(st.integers(1, 64), min_size=2, max_size=16))
 def test_a_group_that_pays_makes_a_busy_layer_faster(num_keys: int, readers: list[int]) -> None:
-    """Beside enough other work that no slot is idle either way; whether memory binds there is not looked at."""
+    """Beside enough other work that no processor is idle either way; whether memory binds there is not looked at."""
     busy = [Level(2048, 65_536)] * 4
     own, whole = ([Level(reader, size) for reader in readers] for size in (80, num_keys + 80))
     apart = COST.attention_s([*busy, Level(sum(readers), num_keys), *own], 1 << 20)

@@ -96,6 +96,16 @@ def test_a_failed_step_ends_every_request_and_every_later_call_says_so(
     engine.close()
 
 
+def test_the_first_end_of_an_engine_is_the_one_that_is_told(engine: Engine, config: EngineConfig) -> None:
+    for reason in ("first", "second"):
+        engine.fail(LookupError(reason))
+        assert "first" in str(engine.failure)
+    closed = Engine(config)
+    closed.close()
+    closed.fail(LookupError("late"))
+    assert isinstance(closed.failure, EngineClosedError)
+
+
 async def _stream(engine: Engine) -> list[TokenEvent]:
     return [event async for event in engine.stream(PROMPTS[0], ENDLESS)]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -96,6 +100,36 @@ def test_a_pipeline_has_time_while_one_step_runs_and_none_is_behind_it(overlap: 
     assert device.free_s == pytest.approx(ends_s + 0.02)
 
 
+def test_a_step_may_be_taken_in_at_any_moment_while_another_thread_asks_for_the_time_left() -> None:
+    device, bench = Steps(), Bench(num_pages=64, overlap=True)
+    pipeline = Pipeline(bench.scheduler, Unheard(), True, Pace(COSTS), lambda: device.now_s)  # type: ignore[arg-type]
+    bench.add(list(range(1, 40)), max_tokens=20)
+    spare_s = Pipeline.spare_s.fget
+    assert spare_s is not None
+    before, num_moments, num_spared = sys.gettrace(), 0, 0
+    for moment in range(10):
+        pipeline.advance(device.launch)
+        assert pipeline.has_steps
+        left = iter(range(moment, -1, -1))
+
+        def trace(frame: FrameType, event: str, arg: object, left: Iterator[int] = left) -> Any:
+            if frame.f_code is not spare_s.__code__:
+                return None
+            if event == "line" and next(left, 1) == 0:
+                nonlocal num_moments
+                num_moments += 1
+                pipeline.take_in()
+            return trace
+
+        sys.settrace(trace)
+        try:
+            num_spared += pipeline.spare_s >= 0.0
+        finally:
+            sys.settrace(before)
+    assert num_moments > 1
+    assert num_spared == 10
+
+
 class Spared:
     """An engine that always has time for a command, and counts what it does."""
 
@@ -118,11 +152,13 @@ def test_what_arrives_while_there_is_time_is_in_the_next_step() -> None:
     engine = Spared()
     loop = StepLoop(engine)  # type: ignore[arg-type]
     try:
-        time.sleep(0.05)
-        assert not engine.done
-        loop.submit(lambda there: engine.done.append("request"))
+        for name in ("first", "second"):
+            loop.submit(lambda there, name=name: engine.done.append(name))
+            loop.wait_for_inbox()
+            time.sleep(0.02)
+        assert engine.done == ["first", "second"]
         loop.submit(lambda there: setattr(engine, "spare_s", 0.0))
         assert engine.advanced.wait(10)
     finally:
         loop.stop()
-    assert engine.done == ["request", "step"]
+    assert engine.done == ["first", "second", "step"]

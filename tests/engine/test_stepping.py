@@ -18,6 +18,7 @@ import pytest
 from p99lab.engine import stepping
 from p99lab.engine.config import EngineConfig, SchedulerConfig
 from p99lab.engine.engine import Engine
+from p99lab.engine.pipeline import Pipeline
 from p99lab.engine.plan import InFlight, StepPlan
 from p99lab.engine.request import FinishReason, SamplingParams
 from p99lab.engine.runner import ModelRunner
@@ -303,14 +304,14 @@ def test_a_stream_beside_a_step_loop_leaves_it_its_events(engine: Engine) -> Non
 
 
 def test_broken_accounts_found_between_steps_end_every_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object) -> None:
+    def uneven(*_: object) -> None:
         raise AccountingError("pages do not add up")
 
     async def run() -> list[int | BaseException]:
         staying = asyncio.ensure_future(answer(engine, PROMPTS[0], ENDLESS))
         leaving = engine.stream(PROMPTS[1], ENDLESS)
         await anext(leaving)
-        monkeypatch.setattr(engine, "cancel", broken)
+        monkeypatch.setattr(engine, "cancel", uneven)
         await leaving.aclose()
         return await asyncio.gather(staying, return_exceptions=True)
 
@@ -319,6 +320,39 @@ def test_broken_accounts_found_between_steps_end_every_stream(engine: Engine, mo
     assert "pages do not add up" in str(failure)
     with pytest.raises(EngineFailedError):
         engine.add(PROMPTS[0], LONG)
+
+
+def broken(*_: object) -> None:
+    raise LookupError("a bug")
+
+
+def test_a_bug_between_steps_ends_every_stream(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the loop itself, and not of a command or a step: nobody else would tell the clients."""
+    monkeypatch.setattr(Pipeline, "spare_s", property(broken))
+
+    async def run() -> list[list[int | None] | BaseException]:
+        streams = asyncio.gather(*(answer(engine, prompt) for prompt in PROMPTS), return_exceptions=True)
+        return await asyncio.wait_for(streams, PATIENCE_S)
+
+    failures = asyncio.run(run())
+    assert [type(failure) for failure in failures] == [EngineFailedError] * 3
+    assert "LookupError: a bug" in str(failures[0])
+    assert "in broken" in failures[0].__notes__[0]  # type: ignore[union-attr]
+    assert not engine.has_work
+    with pytest.raises(EngineFailedError, match="a bug"):
+        engine.generate(PROMPTS, LONG)
+
+
+def test_a_bug_found_by_an_idle_loop_is_told_to_the_next_client(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asyncio.run(answers(engine))
+    monkeypatch.setattr(engine, "check", broken)
+    monkeypatch.setattr(stepping, "IDLE_CHECK_S", 0.0)
+    assert soon(lambda: engine.failure is not None)
+    with pytest.raises(EngineFailedError, match="LookupError: a bug"):
+        asyncio.run(answer(engine, PROMPTS[0]))
+    assert step_loops()  # whose commands are refused one by one
 
 
 def test_an_idle_loop_proves_its_accounts(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

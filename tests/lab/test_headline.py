@@ -313,6 +313,7 @@ def test_the_decision_page_gets_each_measure_and_the_full_set(measured: Headline
     assert p99.ratio == pytest.approx(3.0)
     assert {effect.verdict for effect in effects.values()} == {"helps"}
     assert p99.conditions["documents"] == len(measured.document_tokens)
+    assert "kernels of its own" in p99.conditions["with"]  # the arm brings more than its name says
     without_stock = headline_effects.effects(_contaminated(measured, "stock"))
     assert not any("prefix cache" in (effect.measure, effect.against) for effect in without_stock)
     assert "prefix cache" in headline_effects.measures()

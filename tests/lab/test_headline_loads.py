@@ -127,7 +127,7 @@ def test_rates_are_shares_of_ones_own_capacity_or_fixed() -> None:
         "open 70 %",
         "open 90 %",
         "bursty 50 %",
-        "open 5/s",
+        "open 6.2/s",
         "open 50/s",
         "churn 50 %",
     ]

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from p99lab.errors import BadParameterError
-from p99lab.lab.vllm_server import BEST_FLAGS, MODEL, PeerError, VllmSpec, spec_of, vllm_server
+from p99lab.lab.vllm_server import FLAGS, MODEL, PeerError, VllmSpec, spec_of, vllm_server
 from tests.lab.fake_vllm import BROKEN, SERVER, make_model, make_site
 
 
@@ -137,7 +137,7 @@ def test_what_it_is_told(tmp_path: Path, model: Path) -> None:
     site = make_site(tmp_path / "site")
     best = spec_of(str(site), str(model), [])
     assert best is not None
-    assert best.arguments == BEST_FLAGS
+    assert best.arguments == FLAGS
     assert best.version == "unknown"
     (site / "vllm-0.26.0.dist-info").mkdir()
     (site / "vllm-0.26.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.26.0\n")

@@ -28,14 +28,15 @@ def test_only_a_whole_interval_decides(figure: Figure, verdict: str) -> None:
 
 
 def test_goodput_ends_at_the_first_rate_that_breaks_the_slo() -> None:
-    assert goodput([(4.0, "meets"), (1.0, "meets"), (8.0, "misses"), (16.0, "meets")]) == Goodput(4.0, 4.0)
-    assert goodput([(1.0, "meets"), (2.0, "saturated"), (3.0, "meets")]) == Goodput(1.0, 1.0)
-    assert goodput([(1.0, "misses")]) == goodput([]) == Goodput(None, None)
+    assert goodput([(4.0, "meets"), (1.0, "meets"), (8.0, "misses"), (16.0, "meets")]) == Goodput(4.0, 4.0, 8.0)
+    assert goodput([(1.0, "meets"), (2.0, "saturated"), (3.0, "meets")]) == Goodput(1.0, 1.0, 2.0)
+    assert goodput([(1.0, "misses")]) == Goodput(None, None, 1.0)
+    assert goodput([]) == Goodput(None, None)
 
 
 def test_a_rate_of_which_too_little_is_known_says_nothing_of_others() -> None:
-    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "meets"), (4.0, "misses")]) == Goodput(3.0, 3.0)
-    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "misses")]) == Goodput(1.0, 2.0)
+    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "meets"), (4.0, "misses")]) == Goodput(3.0, 3.0, 4.0)
+    assert goodput([(1.0, "meets"), (2.0, "cannot tell"), (3.0, "misses")]) == Goodput(1.0, 2.0, 3.0)
     assert goodput([(1.0, "cannot tell")]) == Goodput(None, 1.0)
 
 

@@ -48,11 +48,11 @@ def test_saturation_is_between_the_rates_around_it(result: SweepResult) -> None:
 def test_goodput_is_the_highest_rate_that_is_shown_to_keep_the_slo() -> None:
     kept = swept("1,2,5", Slo(limit_s=4.0), requests=2000)
     assert [point.verdict for point in kept.points] == ["meets", "meets", "saturated"]
-    assert kept.goodput == Goodput(2.0, 2.0)
+    assert kept.goodput == Goodput(2.0, 2.0, 5.0)
     assert "goodput: 2/s meets the SLO, and no lower rate misses it" in tables.sweep_remarks(kept)
     broken = swept("1,2,3", Slo(limit_s=1.5), requests=2000)
     assert [point.verdict for point in broken.points] == ["meets", "misses", "misses"]
-    assert broken.goodput == Goodput(1.0, 1.0)
+    assert broken.goodput == Goodput(1.0, 1.0, 2.0)
 
 
 def test_an_interval_that_straddles_the_slo_says_so() -> None:

@@ -37,19 +37,23 @@ def bench(
         Path | None, typer.Option(help="h200: vLLM's config and tokenizer, of the same shape.")
     ] = None,
     vllm_argument: Annotated[
-        list[str] | None, typer.Option(metavar="FLAG", help="h200: --flag=value, in place of vLLM's best (repeatable).")
+        list[str] | None,
+        typer.Option(
+            metavar="FLAG", help="h200: --flag=value, in place of the flags vLLM is measured with (repeatable)."
+        ),
     ] = None,
 ) -> None:
     """Measure speed: each figure beside its floor by arithmetic, and beside a peer in the same run.
 
     `× floor` is 1 at the floor and larger when worse; `× peer` is above 1 where this project is better. A bar is what a
-    figure must not exceed.
+    figure must not exceed; it is judged for the sizes that it is stated for alone. Notes follow the table.
 
-    Cases of h200, in process: decode-1, decode-64, decode-short, questions-64, prefill, warm; closed-idle (the GPU's
-    idle share and the host's time a step, 64 clients in the engine's loop); groups (steps with the chosen prefix groups
-    against the same without, over a grid: the worst are shown, all are in the files); compile (a decoder layer without
-    attention by our kernels, plain torch and torch.compile: steady, and until the first result). Over HTTP: itl-1,
-    itl-64, itl-short, cold, ttft-1. -p primed=fake: documents of random keys and values, which nobody computes.
+    Cases of h200, in process: decode-1, decode-64, decode-short, questions-64, prefill, warm; closed-idle (the time in
+    which no step runs and the host's time a step, 64 clients in the engine's loop); groups (steps with the chosen
+    prefix groups against the faster of two ways without, over a grid: the worst are shown, all are in the files);
+    compile (a decoder layer without attention by our kernels, plain torch and torch.compile: steady, and until the
+    first result). Over HTTP: itl-1, ttft-1, itl-64, itl-short, cold. -p primed=fake: documents of random keys and
+    values, which nobody computes; nothing is judged then.
     """
     for_h200 = {"--only": only, "-p": size, "--vllm-site": vllm_site, "--model-dir": model_dir}
     if name != H200 and (given := [option for option, value in for_h200.items() if value]):
@@ -69,6 +73,8 @@ def bench(
         out.print_json(data=report.as_record(rows))
     else:
         out.print(report.table(rows))
+        for line in report.notes(rows):
+            out.print(line, markup=False)
 
 
 def _h200(

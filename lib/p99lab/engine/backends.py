@@ -11,7 +11,7 @@ import torch
 from p99lab.engine.attention.base import AttentionBackend, GraphAttention
 from p99lab.engine.attention.reference import ReferenceAttention
 from p99lab.engine.config import MAX_NUM_SEQS, AttentionConfig, EngineConfig, GraphsConfig
-from p99lab.engine.costs import H200, StepCost, device_costs
+from p99lab.engine.costs import H200, StepCost
 from p99lab.engine.device_memory import max_step_tokens
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.graphs import StepGraphs, shapes
@@ -30,10 +30,13 @@ MIN_LONG_TOKENS = 2048  # what a row has seen before, so that each attention ker
 LOGGER = logging.getLogger(__name__)
 
 
-def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRunner:
+def make_runner(config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None = None) -> ModelRunner:
     """Model, attention and graphs over the pool.
 
-    On a GPU kernels are compiled, graphs captured and the largest step tried before this returns.
+    On a GPU kernels are compiled, graphs captured and steps of up to 16 384 tokens tried before this returns.
+
+    Args:
+        costs: what plans the steps asks too, see `StepCost`; None: nobody has measured the device.
 
     Raises:
         BadParameterError: the attention backend asked for cannot be used here, or weights and pool leave no room for
@@ -41,9 +44,9 @@ def make_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> ModelRu
     """
     try:
         if pool.k.device.type != "cuda":
-            return _make_runner(config, weights, pool)[0]
+            return _make_runner(config, weights, pool, costs)[0]
         with torch.cuda.device(pool.k.device):
-            runner, ways = _make_runner(config, weights, pool)
+            runner, ways = _make_runner(config, weights, pool, costs)
             for attention, graphs in ways:
                 runner.reconfigure(attention, graphs)
                 num_tokens = graphs.max_num_tokens if graphs.enabled else config.scheduler.max_num_batched_tokens
@@ -89,13 +92,13 @@ def rehearse(runner: Runner, pool: KVPool, max_num_tokens: int, max_num_seqs: in
 
 
 def _make_runner(
-    config: EngineConfig, weights: Weights, pool: KVPool
+    config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None
 ) -> tuple[ModelRunner, list[tuple[AttentionConfig, GraphsConfig]]]:
     """A runner, and the ways in which it may come to run a step; the last is the one that is configured."""
     model = LlamaModel(weights)
     sampled = torch.zeros(MAX_NUM_SEQS, dtype=torch.int64, device=pool.k.device)
     num_tokens = max(max_step_tokens(config.scheduler, weights.geometry), config.graphs.max_num_tokens)
-    attentions = Attentions(pool, weights.geometry, num_tokens)
+    attentions = Attentions(pool, weights.geometry, num_tokens, costs)
     attention = attentions.choose(config.attention)
     graphs = None
     if config.graphs.enabled and config.attention.kernels == "spans" and attention is not attentions.reference:
@@ -114,11 +117,11 @@ def _make_runner(
 class Attentions:
     """The attention backends over one pool, each made when it is first asked for: kernels may have to be compiled.
 
-    `max_num_tokens`: of a step, see `FlashInferAttention`.
+    `max_num_tokens`: of a step, see `FlashInferAttention`. `costs`: say how spans are cut; None: an H200's do.
     """
 
-    def __init__(self, pool: KVPool, geometry: Geometry, max_num_tokens: int) -> None:
-        self._pool, self._geometry, self._max_num_tokens = pool, geometry, max_num_tokens
+    def __init__(self, pool: KVPool, geometry: Geometry, max_num_tokens: int, costs: StepCost | None) -> None:
+        self._pool, self._geometry, self._max_num_tokens, self._costs = pool, geometry, max_num_tokens, costs
         self._has_warned = False
 
     @cached_property
@@ -129,11 +132,9 @@ class Attentions:
     def spans(self) -> GraphAttention:
         from p99lab.engine.attention.flashinfer import FlashInferAttention
 
-        k = self._pool.k
-        measured = device_costs(torch.cuda.get_device_name(k.device)) or H200  # another Hopper GPU has much the same
-        costs = StepCost(measured, self._geometry, self._pool.page_size, k.element_size())
-        most = self._max_num_tokens
-        return FlashInferAttention(self._pool, self._geometry, costs.segment_tokens, self.paged, most)
+        pool = self._pool  # of a Hopper GPU: those that are not measured have much the same costs as an H200
+        costs = self._costs or StepCost(H200, self._geometry, pool.page_size, pool.k.element_size())
+        return FlashInferAttention(pool, self._geometry, costs.segment_tokens, self.paged, self._max_num_tokens)
 
     @cached_property
     def paged(self) -> AttentionBackend:

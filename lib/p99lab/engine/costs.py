@@ -2,9 +2,9 @@
 
 Attention is counted as the planner lays it out. Tokens that see the same run of keys are a *level*; the query heads of
 a key head are folded into its rows, rows are cut into tiles, keys into segments, and each (tile, segment, key head) is
-an item that one of the device's slots works off. The fullest slot decides (`slots`), unless memory does. The more
-slots are busy in the mean, the slower each: the clock follows the power. Levels of few decode rows have a kernel of
-their own, which memory alone binds.
+an item that one of the device's processors works off. The fullest processor decides (`dealing`), unless memory does.
+The more processors are busy in the mean, the slower each: the clock follows the power. Levels of few decode rows have a
+kernel of their own, which memory alone binds.
 
 Rates and times are measured or fitted to whole steps, see each device. A GPU nobody has measured has no costs, and what
 would ask for them falls back on thresholds; any CPU is taken for the two cores below.
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
+from p99lab.engine.dealing import Dealt, fullest_processor
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.plan import PrefixGroup, Row
-from p99lab.engine.slots import Slot, fullest_slot
 
 
 class Level(NamedTuple):
@@ -36,8 +35,8 @@ SEGMENT_COUNTS = (*range(1, 17), 20, 24, 32)  # into how many the longest level 
 
 GOOD_ENOUGH = 1.02  # a cut that may be faster by no more than this is not tried
 CUTS_REMEMBERED = 8
-CLOCK_EXPONENT = 1 / 3  # by which the clock falls with the slots that are busy: power grows with its cube
-MOST_DEALT = 1024  # items that are dealt one by one; of more the slots are taken for full, up to 6 % too little
+CLOCK_EXPONENT = 1 / 3  # by which the clock falls with the processors that are busy: power grows with its cube
+MOST_DEALT = 1024  # items that are dealt one by one; of more all processors count as full: up to 6 % too little
 
 PRODUCTS_PER_LAYER = 4  # queries, keys and values; output; gate and up; down
 
@@ -46,22 +45,22 @@ PRODUCTS_PER_LAYER = 4  # queries, keys and values; output; gate and up; down
 class DeviceCosts:
     """Rates and fixed times of one device.
 
-    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all slots at work;
-    `slot_flops_per_s`: one of few. A tile is computed whole, however few of its `tile_rows` rows exist. `product_s`: a
-    matrix product that multiplying binds takes so much more than its rate says, to fill the device and to empty it.
-    `beside_bytes_per_s`: computing takes longer by what is read beside it at this rate.
-    `decode_rows`: a level of decode rows with no more than so many folded rows is only read (0: there is no kernel for
-    it). `item_s`: filling and draining the pipeline of one item. `call_s`: one call of a backend that calls once a
-    level. `launch_s`: an attention kernel of a layer. `token_s`: a token's way through everything that is neither
-    product nor attention, all layers. `step_s`: what a step takes besides.
+    `weight_bytes_per_s`: reached by matrix products of few tokens. `attention_flops_per_s`: all processors at work;
+    `processor_flops_per_s`: one of few. A tile is computed whole, however few of its `tile_rows` rows exist.
+    `product_s`: a matrix product that multiplying binds takes so much more than its rate says, to fill the device and
+    to empty it. `beside_bytes_per_s`: computing takes longer by what is read beside it at this rate. `decode_rows`: a
+    level of decode rows with no more than so many folded rows is only read (0: there is no kernel for it). `item_s`:
+    filling and draining the pipeline of one item. `call_s`: one call of a backend that calls once a level. `launch_s`:
+    an attention kernel of a layer. `token_s`: a token's way through everything that is neither product nor attention,
+    all layers. `step_s`: what a step takes besides.
     """
 
     memory_bytes_per_s: float
     weight_bytes_per_s: float
     matmul_flops_per_s: float
     attention_flops_per_s: float
-    slot_flops_per_s: float
-    num_slots: int
+    processor_flops_per_s: float
+    num_processors: int
     tile_rows: int
     item_s: float = 0.0
     call_s: float = 0.0
@@ -78,8 +77,8 @@ H200 = DeviceCosts(
     weight_bytes_per_s=3.7e12,
     matmul_flops_per_s=744e12,
     attention_flops_per_s=640e12,
-    slot_flops_per_s=6.7e12,
-    num_slots=132,
+    processor_flops_per_s=6.7e12,
+    num_processors=132,
     tile_rows=128,
     item_s=8e-6,
     launch_s=20e-6,
@@ -100,8 +99,8 @@ TWO_CORES = DeviceCosts(
     weight_bytes_per_s=12e9,
     matmul_flops_per_s=170e9,
     attention_flops_per_s=100e9,
-    slot_flops_per_s=100e9,
-    num_slots=1,
+    processor_flops_per_s=100e9,
+    num_processors=1,
     tile_rows=1,
     call_s=80e-6,
     step_s=1e-3,
@@ -133,7 +132,10 @@ def device_costs(device_name: str) -> DeviceCosts | None:
 
 
 class StepCost:
-    """Predicts device time for one model on one device."""
+    """Predicts device time for one model on one device.
+
+    It remembers how the latest steps are best cut: whoever asks about one step asks the same instance, in one thread.
+    """
 
     def __init__(self, device: DeviceCosts, geometry: Geometry, page_size: int, bytes_per_element: int = 2) -> None:
         self._device = device
@@ -153,9 +155,9 @@ class StepCost:
         self._partial_s = 2 * partial_bytes / device.memory_bytes_per_s  # of a token's result from one level, to merge
         self._pair_flops = 4 * geometry.q_size  # a query token meets a key
         tile_flops = 4 * device.tile_rows * geometry.head_dim
-        self._tile_key_s = tile_flops / device.slot_flops_per_s  # an item's, for each of its keys
-        self._even_key_s = tile_flops / device.attention_flops_per_s  # the same shared by all slots
-        self._best_segment = lru_cache(CUTS_REMEMBERED)(self._find_segment)  # of a step it is asked for several times
+        self._tile_key_s = tile_flops / device.processor_flops_per_s  # an item's, for each of its keys
+        self._even_key_s = tile_flops / device.attention_flops_per_s  # the same shared by all processors
+        self._segments: dict[_Work, int] = {}  # the best for each, the latest last
 
     def step_time_s(self, rows: Sequence[Row], groups: Sequence[PrefixGroup]) -> float:
         """Seconds of a step that attends as `groups` says."""
@@ -183,7 +185,7 @@ class StepCost:
         return self._device.step_s + num_tokens * self._device.token_s + self._products_s(num_tokens, 1)
 
     def level_s(self, level: Level) -> float:
-        """Seconds of all layers' attention over a level beside others that leave no slot idle."""
+        """Seconds of all layers' attention over a level beside others that leave no processor idle."""
         if not level.num_tokens or not level.num_keys:
             return 0.0
         return self._num_layers * (self._even_s([level]) + self._device.call_s)
@@ -225,7 +227,7 @@ class StepCost:
         Counted for a device that is busy: a level's own items and the merging of its results against the time saved.
         """
         num_tokens = sum(readers)
-        own_s = self._num_items(num_tokens) * self._device.item_s / self._device.num_slots + self._device.call_s
+        own_s = self._num_items(num_tokens) * self._device.item_s / self._device.num_processors + self._device.call_s
         apart_s = self._reading_s(num_tokens, num_keys) + own_s + num_tokens * self._partial_s
         return apart_s < sum(self._reading_s(reader, num_keys) for reader in readers)
 
@@ -249,7 +251,7 @@ class StepCost:
         return level.decodes and level.num_tokens * self._gqa_ratio <= self._device.decode_rows
 
     def _even_s(self, levels: Sequence[Level]) -> float:
-        """Seconds of one layer with every slot busy, without overhead; levels of one kind."""
+        """Seconds of one layer with every processor busy, without overhead; levels of one kind."""
         num_read_keys = sum(level.num_keys for level in levels)
         read_s = num_read_keys * self._read_key_s
         if all(self._is_read_only(level) for level in levels):
@@ -264,6 +266,14 @@ class StepCost:
             spans[level.num_keys] = tiles + self._num_tiles(level.num_tokens), tokens + level.num_tokens
         longest_first = tuple((num_keys, *spans[num_keys]) for num_keys in sorted(spans, reverse=True))
         return _Work(longest_first, sum(level.num_keys for level in levels))
+
+    def _best_segment(self, work: _Work) -> int:
+        """Of a step it is asked for several times: by who groups its rows, who predicts its time, and who cuts it."""
+        segment = self._segments.pop(work, None) or self._find_segment(work)
+        self._segments[work] = segment
+        if len(self._segments) > CUTS_REMEMBERED:
+            del self._segments[next(iter(self._segments))]
+        return segment
 
     def _find_segment(self, work: _Work) -> int:
         """None at all, then the most promising first, until no other should be faster by more than `GOOD_ENOUGH`."""
@@ -284,22 +294,23 @@ class StepCost:
         num_items = self._num_kv_heads * sum(count for _, count in cut.pieces)
         if num_items > MOST_DEALT:
             return self._least_cut_s(work, cut)
-        return self._slot_s(work, cut, fullest_slot(cut.pieces, self._num_kv_heads, self._device.num_slots))
+        fullest = fullest_processor(cut.pieces, self._num_kv_heads, self._device.num_processors)
+        return self._processor_s(work, cut, fullest)
 
     def _least_cut_s(self, work: _Work, cut: _Cut) -> float:
-        """About the least that it takes: some slot has its share of all keys, and of the shortest pieces."""
-        num_slots, num_heads = self._device.num_slots, self._num_kv_heads
-        num_rounds = -(-num_heads * sum(count for _, count in cut.pieces) // num_slots)
-        share = num_heads * sum(keys * count for keys, count in cut.pieces) / num_slots
+        """About the least that it takes: some processor has its share of all keys, and of the shortest pieces."""
+        num_processors, num_heads = self._device.num_processors, self._num_kv_heads
+        num_rounds = -(-num_heads * sum(count for _, count in cut.pieces) // num_processors)
+        share = num_heads * sum(keys * count for keys, count in cut.pieces) / num_processors
         num_keys = max(share, cut.pieces[0][0], num_rounds * cut.pieces[-1][0])
-        return self._slot_s(work, cut, Slot(num_keys, num_rounds))
+        return self._processor_s(work, cut, Dealt(num_keys, num_rounds))
 
-    def _slot_s(self, work: _Work, cut: _Cut, fullest: Slot) -> float:
-        """A layer's time if that is its fullest slot."""
+    def _processor_s(self, work: _Work, cut: _Cut, fullest: Dealt) -> float:
+        """A layer's time if that is its fullest processor."""
         device = self._device
         num_busy = self._num_kv_heads * sum(keys * count for keys, count in cut.pieces) / fullest.num_keys
-        all_busy_key_s = self._even_key_s * device.num_slots
-        key_s: float = max(self._tile_key_s, all_busy_key_s * (num_busy / device.num_slots) ** CLOCK_EXPONENT)
+        all_busy_key_s = self._even_key_s * device.num_processors
+        key_s: float = max(self._tile_key_s, all_busy_key_s * (num_busy / device.num_processors) ** CLOCK_EXPONENT)
         computed_s = fullest.num_keys * key_s + fullest.num_items * device.item_s
         computed_s += work.num_read_keys * self._beside_key_s
         return max(computed_s, work.num_read_keys * self._read_key_s) + cut.num_partials * self._partial_s
@@ -321,7 +332,7 @@ class StepCost:
             return 0.0
         flops_s = sum(map(self._triangle_s, chunks))
         num_items = sum(map(self._num_items, chunks))
-        return flops_s + max(1.0, num_items / device.num_slots) * device.item_s
+        return flops_s + max(1.0, num_items / device.num_processors) * device.item_s
 
     def _triangle_s(self, num_tokens: int) -> float:
         """One layer's products of so many tokens with those before each."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-import traceback
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -22,6 +19,7 @@ from p99lab.engine.device_memory import allocate_pool, open_device, pool_pages, 
 from p99lab.engine.events import Completion, TokenEvent
 from p99lab.engine.interrupts import uninterrupted
 from p99lab.engine.kv_pool import KVPool
+from p99lab.engine.lifetime import Lifetime
 from p99lab.engine.model_store import load
 from p99lab.engine.output_text import NoText, OutputText
 from p99lab.engine.outputs import LiveRequests, OnEvent, Outbox
@@ -35,6 +33,7 @@ from p99lab.engine.runner import Runner
 from p99lab.engine.scheduler import Scheduler
 from p99lab.engine.stats import EngineStats
 from p99lab.engine.stepping import StepLoop
+from p99lab.engine.turns import Turns
 from p99lab.engine.weights import Weights
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError
 
@@ -51,7 +50,7 @@ class Engine:
     Args:
         config: what to load and how to schedule.
         clock: seconds; every time the engine reports is on it.
-        new_runner: makes what executes the plans; another than the model's measures the engine around it.
+        new_runner: makes what executes the plans instead of `make_runner`, to measure the engine around it.
 
     Raises:
         ModelError: the model cannot be found or read.
@@ -62,7 +61,7 @@ class Engine:
         self,
         config: EngineConfig,
         clock: Callable[[], float] = time.perf_counter,
-        new_runner: Callable[[EngineConfig, Weights, KVPool], Runner] = make_runner,
+        new_runner: Callable[[EngineConfig, Weights, KVPool, StepCost | None], Runner] = make_runner,
     ) -> None:
         dtype, device = getattr(torch, config.model.dtype), open_device(config.model.device)
         weights, self.tokenizer = load(config.model)
@@ -79,22 +78,17 @@ class Engine:
         self._outbox = Outbox()
         self._requests = LiveRequests(self._outbox, clock)
         self._pipeline = self._new_pipeline(config)
-        self._runner: Runner | None = new_runner(config, weights, pool)
+        self._runner: Runner | None = new_runner(config, weights, pool, self._costs)
         self._num_added = 0
-        self._failure: traceback.TracebackException | None = None
-        self._closed = False
-        self._pid = os.getpid()
+        self._lifetime = Lifetime()
         self._lock = threading.RLock()  # held through every step
-        self._turns_wanted: set[object] = set()
-        self._loop_lock = threading.Lock()  # of what clients may not wait a step for
-        self._loop: StepLoop | None = None
+        self._turns = Turns(self._lock)
+        self._loop = StepLoop(self)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -103,18 +97,15 @@ class Engine:
         Raises:
             AccountingError: pages or requests do not add up.
         """
-        if os.getpid() != self._pid:
+        if self._lifetime.is_forked:
             return  # locks and thread are those of the process that this one was forked from
-        with self._loop_lock:  # a stream is submitted before the loop is told to stop, or not at all
-            self._closed = True
-            if self._loop is not None:
-                self._loop.stop()
-                self._loop = None
+        self._lifetime.close()
+        self._loop.stop()
         with self._lock:
             with uninterrupted():
                 self._end_all()
             self._deliver()
-            if self._failure is None:
+            if not self._lifetime.has_failed:
                 self._pipeline.scheduler.check()
 
     @property
@@ -134,14 +125,7 @@ class Engine:
         EngineFailedError: a step has failed; the error's note is the step's traceback. EngineClosedError: the engine is
         closed, or belongs to the process that this one was forked from.
         """
-        if os.getpid() != self._pid:
-            return EngineClosedError("an engine does not survive a fork: make one in this process")
-        if self._failure is not None:
-            reason = "".join(self._failure.format_exception_only()).splitlines()[0]
-            error = EngineFailedError(f"a step of this engine has failed, make a new one ({reason})")
-            error.add_note("".join(self._failure.format()))
-            return error
-        return EngineClosedError("the engine is closed") if self._closed or self._runner is None else None
+        return self._lifetime.end
 
     def encode(self, prompt: Prompt) -> IntArray:
         """Token ids of a prompt, [num_prompt_tokens] int32.
@@ -226,13 +210,14 @@ class Engine:
     @property
     def is_awaited(self) -> bool:
         """Whether another thread wants a turn, so that whoever steps should let it have one."""
-        return bool(self._turns_wanted)
+        return self._turns.is_awaited
 
     def fail(self, error: BaseException) -> None:
-        """Something outside a step has shown the accounts to be broken: every request ends, later calls say why."""
+        """End every request for a reason outside a step; later calls give it, unless they raise for another already."""
         with self._lock:
-            with uninterrupted():
-                self._fail(error)
+            if self.failure is None:
+                with uninterrupted():
+                    self._fail(error)
             self._deliver()
 
     def cancel(self, request_id: str) -> bool:
@@ -240,7 +225,7 @@ class Engine:
 
         False: no such request.
         """
-        with self._turn():
+        with self._turns.turn():
             with uninterrupted():
                 request = self._requests.get(request_id)
                 if request is not None:
@@ -255,11 +240,8 @@ class Engine:
         Raises:
             AccountingError: pages or requests do not add up then.
         """
-        with self._loop_lock:
-            self._usable_runner()
-            loop = self._loop
-        if loop is not None:
-            loop.wait_for_inbox()
+        self._usable_runner()
+        self._loop.wait_for_inbox()
         with self._lock:
             for request in self._requests:
                 self.cancel(request.request_id)
@@ -329,11 +311,7 @@ class Engine:
                 on_event=on_event,
             )
 
-        with self._loop_lock:
-            self._usable_runner()
-            self._loop = self._loop or StepLoop(self)
-            events = self._loop.stream(add)
-        async with aclosing(events):
+        async with aclosing(self._loop.stream(add)) as events:
             async for event in events:
                 if event.finish_reason is FinishReason.ERROR:
                     self._usable_runner()  # says why
@@ -347,10 +325,7 @@ class Engine:
         Raises:
             EngineClosedError, EngineFailedError: as every call; the command is not applied then.
         """
-        with self._loop_lock:
-            self._usable_runner()
-            self._loop = self._loop or StepLoop(self)
-            self._loop.submit(command)
+        self._loop.submit(command)
 
     @contextmanager
     def listening(self, listener: Callable[[], None]) -> Iterator[None]:
@@ -420,17 +395,6 @@ class Engine:
             self._pipeline = pipeline
             self._deliver()
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The lock, as one for whom a thread that does nothing but step gives way: else it may take it every time."""
-        turn = object()
-        self._turns_wanted.add(turn)
-        try:
-            with self._lock:
-                yield
-        finally:
-            self._turns_wanted.discard(turn)
-
     def _new_pipeline(self, config: EngineConfig) -> Pipeline:
         scheduler = Scheduler(config.scheduler, config.grouping, self._tree, self.tokenizer.eos_ids, self._costs)
         return Pipeline(scheduler, self._requests, config.scheduler.overlap, Pace(self._costs), self.clock)
@@ -466,7 +430,7 @@ class Engine:
             raise
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = traceback.TracebackException.from_exception(error)
+        self._lifetime.fail(error)
         self._end_all()
 
     def _end_all(self) -> None:

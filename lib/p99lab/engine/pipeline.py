@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,7 +48,7 @@ class Pipeline:
         self._pace = pace
         self._clock = clock
         self._began_s = 0.0  # the oldest step in flight, on the device
-        self._in_flight: deque[LaunchedStep] = deque()  # oldest first; between two calls at most one
+        self._in_flight: tuple[LaunchedStep, ...] = ()  # oldest first; between two calls at most one
 
     @property
     def has_steps(self) -> bool:
@@ -64,9 +63,10 @@ class Pipeline:
     @property
     def spare_s(self) -> float:
         """For how long the next step need not be planned: what arrives meanwhile will be in it."""
-        if not self._overlap or len(self._in_flight) != 1:
+        in_flight = self._in_flight  # read once: nobody who asks holds up a thread that takes in
+        if not self._overlap or len(in_flight) != 1:
             return 0.0
-        return max(0.0, self._began_s + self._pace.spare_s(self._in_flight[0].predicted_s) - self._clock())
+        return max(0.0, self._began_s + self._pace.spare_s(in_flight[0].predicted_s) - self._clock())
 
     def advance(self, launch: Launch) -> None:
         """Launch the next step; then take in the oldest one in flight, unless it is that one and may overlap."""
@@ -80,7 +80,7 @@ class Pipeline:
         began_s = self._clock()
         result = oldest.step.result()
         ended_s = self._clock()
-        self._in_flight.popleft()
+        self._in_flight = self._in_flight[1:]
         self._began_s = ended_s
         self._pace.ended(oldest.predicted_s, result.device_s)
         next_admitted = self.scheduler.outcome.admitted if self._in_flight else ()
@@ -97,7 +97,7 @@ class Pipeline:
         for launched in self._in_flight:
             with suppress(Exception):  # a device that has failed says so again
                 launched.step.abandon()
-        self._in_flight.clear()
+        self._in_flight = ()
 
     def _launch(self, launch: Launch) -> bool:
         """False: there is nothing to launch, or not before a step in flight is taken in."""
@@ -113,7 +113,7 @@ class Pipeline:
         launched_s = self._clock()
         if not self._in_flight:
             self._began_s = launched_s
-        self._in_flight.append(LaunchedStep(plan, step, planned_s, self._pace.predict_s(plan)))
+        self._in_flight += (LaunchedStep(plan, step, planned_s, self._pace.predict_s(plan)),)
         self._pace.launched(launched_s - began_s)
         self.step_times.launch_s += launched_s - planned_s
         return True

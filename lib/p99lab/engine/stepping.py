@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import queue
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from p99lab.engine.events import TokenEvent
-from p99lab.errors import AccountingError, EngineClosedError, EngineFailedError
+from p99lab.engine.interrupts import uninterrupted
 
 if TYPE_CHECKING:
     from p99lab.engine.engine import Engine
@@ -29,26 +29,43 @@ Command = Callable[["Engine"], object]
 class StepLoop:
     """A thread that applies commands and steps while there is work, and sleeps on its inbox otherwise.
 
-    The clients' event loops never wait for a step: they only put commands into the inbox. An idle thread keeps neither
-    the engine nor the process alive. It is no daemon: the interpreter kills those inside a kernel of torch, and aborts.
+    It begins with the first command. The clients' event loops never wait for a step: they only put commands into the
+    inbox. An idle thread keeps neither the engine nor the process alive. It is no daemon: the interpreter kills those
+    inside a kernel of torch, and aborts.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self._inbox: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="p99lab-step-loop")
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # a command comes before `stop`, or is refused; never held through a step
 
     def submit(self, command: Command) -> None:
-        """Have `command` applied before the next step, after those submitted so far."""
-        self._inbox.put(command)
+        """Have `command` applied before the next step, after those submitted so far.
+
+        Raises:
+            EngineClosedError, EngineFailedError: the engine cannot be used; the command is not applied then.
+        """
+        with self._lock:
+            engine = self._engine()
+            if engine is not None and (failure := engine.failure) is not None:
+                raise failure
+            if self._thread is None:
+                self._start()
+            self._inbox.put(command)
 
     def stop(self) -> None:
-        """End the thread, after the step in hand and the commands submitted so far. Does not wait for it."""
-        self._inbox.put(None)
+        """End the thread, after the step in hand and the commands submitted so far. Does not wait for it.
+
+        The engine refuses to be used by then.
+        """
+        with self._lock:
+            self._inbox.put(None)
 
     def wait_for_inbox(self) -> None:
         """Return once every command submitted so far has been applied, or the thread has ended."""
+        if self._thread is None:
+            return
         applied = threading.Event()
         self._inbox.put(lambda engine: applied.set())
         while self._thread.is_alive() and not applied.wait(POLL_S):
@@ -58,7 +75,7 @@ class StepLoop:
         """Submit a request now; its events are to be awaited in the running event loop.
 
         `add(engine, on_event)` enters it into the engine, in this loop's thread, and returns its id; what it raises,
-        the stream raises. Leaving the iteration early cancels the request.
+        the stream raises. Leaving the iteration early cancels the request. Errors as `submit`.
         """
         client = asyncio.get_running_loop()
         events: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
@@ -80,7 +97,7 @@ class StepLoop:
             for request_id in entered:
                 engine.cancel(request_id)
 
-        self._inbox.put(enter)
+        self.submit(enter)
         return self._await(events, cancel)
 
     async def _await(
@@ -97,6 +114,12 @@ class StepLoop:
         finally:
             if not finished:
                 self._inbox.put(cancel)
+
+    def _start(self) -> None:
+        with uninterrupted():
+            thread = threading.Thread(target=self._run, name="p99lab-step-loop")
+            thread.start()
+            self._thread = thread
 
     def _run(self) -> None:
         running, idle_s, checked = True, 0.0, True
@@ -117,7 +140,7 @@ class StepLoop:
         engine = self._engine()
         if engine is None:
             return 0.0
-        with contextlib.suppress(Exception):  # a failed engine has ended its requests, and says why to whoever asks
+        with _failing(engine):
             while self._inbox.empty() and engine.has_requests and threading.main_thread().is_alive():
                 if spare_s := engine.spare_s:
                     return spare_s
@@ -131,20 +154,22 @@ class StepLoop:
         engine = self._engine()
         if command is None or engine is None:
             return False
-        try:
+        with _failing(engine):  # clients' own errors go to their streams
             command(engine)
-        except Exception as error:  # clients' own errors went to their streams
-            engine.fail(error)
         return True
 
     def _check(self) -> bool:
         engine = self._engine()
-        if engine is None:
-            return True
-        try:
-            engine.check()
-        except AccountingError as error:
-            engine.fail(error)
-        except (EngineClosedError, EngineFailedError):
-            pass  # it has told its clients already
+        if engine is not None:
+            with _failing(engine):
+                engine.check()
         return True
+
+
+@contextmanager
+def _failing(engine: Engine) -> Iterator[None]:
+    """What raises in here ends the engine, which tells its clients: no thread would go on with their requests."""
+    try:
+        yield
+    except Exception as error:
+        engine.fail(error)

@@ -357,10 +357,10 @@ class _Experiment:
 
     @property
     def _capacities(self) -> dict[str, float]:
-        """What each arm has answered under the closed load so far, requests per second."""
+        """What each arm has answered under the closed load so far, requests per second; void blocks do not count."""
         found: dict[str, list[float]] = {}
         for block in self._blocks:
-            if block.load == "closed":
+            if block.load == "closed" and not block.summary.void:
                 found.setdefault(block.arm.name, []).append(block.summary.requests_per_s or 0.0)
         return {name: sum(rates) / len(rates) for name, rates in found.items()}
 

@@ -13,7 +13,10 @@ from p99lab.probe.workload import CacheState
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One more measure than the arm before it. A peer is another engine, behind the same clients and transport."""
+    """One more measure than the arm before it. A peer is another engine, behind the same clients and transport.
+
+    `brings`: what comes with the measure here, and may have a part in what it gains.
+    """
 
     name: ArmName
     adds: str
@@ -23,6 +26,7 @@ class Arm:
     graphs: bool = False  # and overlap
     built: bool = True
     is_peer: bool = False
+    brings: str = ""
 
     @property
     def cache_state(self) -> CacheState:
@@ -73,6 +77,7 @@ ARMS = (
         "+shared-prefix groups",
         "a document's keys and values read once a step for all its requests, by kernels that can; a bound on steps",
         groups=True,
+        brings="kernels of its own, steps cut to their tiles and bounded in time",
     ),
     Arm(
         "+graphs and overlap",
@@ -82,7 +87,7 @@ ARMS = (
     ),
     Arm("+tiers and warm-up", "host and disk tiers, documents warmed before their traffic", built=False),
     Arm("+isolation and priority", "lanes of their own for urgent and bulk work", built=False),
-    Arm("vLLM", "a peer, not one measure more: its OpenAI server with its best flags", is_peer=True),
+    Arm("vLLM", "a peer, not one measure more: its OpenAI server with these flags", is_peer=True),
 )
 BASELINE: ArmName = "stock"
 

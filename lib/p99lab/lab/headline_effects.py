@@ -69,7 +69,7 @@ def _of_pair(headline: Headline, load: str, before: Cell, after: Cell) -> Iterat
             ci_low=quotient[1],
             ci_high=quotient[2],
             n=min(metric.n for metric in metrics),
-            conditions=_conditions(headline, (before, after)),
+            conditions=_conditions(headline, (before, after)) | _brought(before.arm, after.arm),
         )
 
 
@@ -103,6 +103,12 @@ def _conditions(headline: Headline, cells: Iterable[Cell]) -> dict[str, Any]:
         "questions a document": reuse,
         "answer tokens": _span(*parameters.lengths[2]),
     }
+
+
+def _brought(before: Arm, after: Arm) -> dict[str, Any]:
+    """What else differs between two arms than the measures by whose names they go."""
+    brought = [arm.brings for arm in between(before, after) if arm.brings]
+    return {"with": ", ".join(brought)} if brought else {}
 
 
 def _span(least: int, most: int) -> str:

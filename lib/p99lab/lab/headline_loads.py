@@ -1,7 +1,6 @@
 """Notebook 01's loads, and the plan of a run: which arm is put under which load, in which order, for how long.
 
-Closed blocks come first, in seeded random order: what an arm answers under them is its capacity, and decides the rates
-of its open loads.
+Closed blocks come first: what an arm answers under them is its capacity, and decides the rates of its open loads.
 """
 
 from __future__ import annotations
@@ -91,16 +90,21 @@ class Planned:
 
 
 def plan(parameters: Headline01) -> list[Planned]:
-    """All blocks of a run; peers' come first, as the engine cannot share the device with them."""
+    """All blocks of a run. The arms under each load come in seeded random order, peers before everything else: the
+    engine cannot share the device with them."""
     arms = measured_arms(parameters)
     closed = [
         _closed(arm, number, parameters)
         for arm in arms
         for number in range(parameters.num_blocks if arm.prefix_cache else 1)
     ]
-    random.Random(parameters.seed).shuffle(closed)
+    chance = random.Random(parameters.seed)
+    chance.shuffle(closed)
     opened = [arm for arm in long_arms(parameters) if parameters.open_arms is None or arm.name in parameters.open_arms]
-    blocks = closed + [_open(arm, load, parameters) for load in open_loads(parameters) for arm in opened]
+    blocks = list(closed)
+    for load in open_loads(parameters):
+        chance.shuffle(opened)
+        blocks += [_open(arm, load, parameters) for arm in opened]
     return sorted(blocks, key=lambda planned: not planned.arm.is_peer)
 
 
@@ -109,7 +113,7 @@ def open_loads(parameters: Headline01) -> list[LoadSpec]:
     loads = [LoadSpec("common", parameters.open_share)] if parameters.open_requests else []
     loads += [LoadSpec("share", share, place) for place, share in enumerate(parameters.open_shares)]
     loads += [LoadSpec("bursty", share, place) for place, share in enumerate(parameters.bursty_shares)]
-    loads += [LoadSpec("rate", rate, place) for place, rate in enumerate(parameters.open_rates)]
+    loads += [LoadSpec("rate", rate, place) for place, (rate, _) in enumerate(parameters.open_rates)]
     return loads + ([LoadSpec("churn", parameters.churn_share)] if parameters.cold_documents else [])
 
 
@@ -169,7 +173,7 @@ def _open(arm: Arm, load: LoadSpec, parameters: Headline01) -> Planned:
         case "churn":
             seconds = churn_s(parameters)
         case "rate":
-            seconds = parameters.rate_block_s
+            seconds = parameters.open_rates[load.place][1]
         case _:
             seconds = parameters.open_block_s
     return Planned(arm, load, 0, None, seconds, seconds)

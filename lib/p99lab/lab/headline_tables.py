@@ -215,6 +215,9 @@ def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[
     p99 = latency.percentiles["p99"]
     if cell.load == "closed" and cell.arm in long_arms(headline.parameters) and p99.value is None and p99.reason:
         yield f"no P99: {p99.reason}; it ends with its share of max_measuring_s"
+    if any(block.summary.steady_window.verdict == "drifting" for block in cell.blocks):
+        yield "drifting"
+    yield from dict.fromkeys(doubt for block in cell.blocks for doubt in block.summary.doubts)
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
     if latency.effective_n < latency.n:

@@ -54,6 +54,7 @@ ArmName = Literal[
 ]
 Share = Annotated[float, Field(gt=0, lt=1)]
 Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0)]
 Span = tuple[int, int]
 
 
@@ -99,8 +100,7 @@ class Headline01(StrictModel):
     open_block_requests: int = Field(ge=0)  # and longer where its rate is too low for as many; a P99 needs 368
     open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
     bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
-    open_rates: tuple[Rate, ...]  # Poisson arrivals per second, those up to the arm's own capacity
-    rate_block_s: float = Field(gt=0)  # of each of these: near capacity slow requests come in clusters, few a minute
+    open_rates: tuple[tuple[Rate, Seconds], ...]  # Poisson arrivals per second, up to the arm's capacity, for so long
     churn_share: Share  # Poisson arrivals beside cold documents, of what the arm itself answers
     cold_documents: int = Field(ge=0)  # that arrive during it; 0 leaves it out
     cold_every_s: float = Field(gt=0)

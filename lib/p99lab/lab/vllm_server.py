@@ -30,7 +30,7 @@ from p99lab.serving import child
 
 MODULE = "vllm.entrypoints.cli.main"
 MODEL = "peer"  # its name to clients
-BEST_FLAGS = (
+FLAGS = (
     "--load-format=dummy",
     "--dtype=bfloat16",
     "--max-model-len=131072",
@@ -66,7 +66,7 @@ class VllmSpec:
 
     site: Path
     model: Path
-    arguments: tuple[str, ...] = BEST_FLAGS
+    arguments: tuple[str, ...] = FLAGS
 
     def __post_init__(self) -> None:
         if not (self.site / "vllm").is_dir():
@@ -207,11 +207,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def spec_of(site: str | None, model: str | None, arguments: Sequence[str]) -> VllmSpec | None:
-    """The peer that two folders name; None where one of them is not given. No arguments: `BEST_FLAGS`.
+    """The peer that two folders name; None where one of them is not given. No arguments: `FLAGS`.
 
     Raises:
         BadParameterError: there is no vLLM, or no config, in them.
     """
     if site is None or model is None:
         return None
-    return VllmSpec(Path(site).expanduser(), Path(model).expanduser(), tuple(arguments) or BEST_FLAGS)
+    return VllmSpec(Path(site).expanduser(), Path(model).expanduser(), tuple(arguments) or FLAGS)

@@ -43,11 +43,12 @@ class Goodput:
     """Rates in requests per second, of those below the first that misses the SLO or is saturated.
 
     `shown`: the highest that meets it. `possible`: the highest of all, those that cannot be told included. The two are
-    equal where the sample was large enough; None where there is no such rate.
+    equal where the sample was large enough; None where there is no such rate. `missed`: that first one.
     """
 
     shown: float | None
     possible: float | None
+    missed: float | None = None
 
 
 def goodput(points: Iterable[tuple[float, Verdict]]) -> Goodput:
@@ -57,6 +58,6 @@ def goodput(points: Iterable[tuple[float, Verdict]]) -> Goodput:
         if verdict == "void":
             continue
         if verdict in ("misses", "saturated"):
-            break
+            return Goodput(shown, possible, rate)
         shown, possible = rate if verdict == "meets" else shown, rate
     return Goodput(shown, possible)

@@ -221,6 +221,7 @@ class Summary:
 
     `prompt_drift`: prompt tokens as the target counted them, per token as we did; None where we could not count.
     `void`: reasons for which its figures must not be used. `notes`: what a reader should know.
+    `doubts`: those of them by which the target answered something else than was asked.
     """
 
     metrics: dict[str, Distribution]
@@ -235,6 +236,7 @@ class Summary:
     output_tokens_per_s: float | None
     void: tuple[str, ...]
     notes: tuple[str, ...]
+    doubts: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, what a reader needs first at the beginning, metrics at the top level by name."""
@@ -279,6 +281,7 @@ def summarise(run: Run, load: Load) -> Summary:
     answered = _answered_within(run.records, used)
     num_tokens = sum(record.num_output_tokens for record in answered)
     metrics = {name: Distribution.of(values, _why_empty(name)) for name, values in metric_values(used).items()}
+    doubts = tuple(_doubts(used, hits))
     return Summary(
         metrics=metrics,
         counts=_counts(run.records, used),
@@ -291,7 +294,8 @@ def summarise(run: Run, load: Load) -> Summary:
         requests_per_s=len(answered) / seconds if seconds > 0 else None,
         output_tokens_per_s=num_tokens / seconds if seconds > 0 else None,
         void=tuple(_void(counted, load, lateness, hits)),
-        notes=(*_failure_note(counted, load), *_notes(used, load, window, hits, metrics)),
+        notes=(*_failure_note(counted, load), *_notes(load, window, metrics), *doubts),
+        doubts=doubts,
     )
 
 
@@ -359,20 +363,17 @@ def _kinds(records: Iterable[RequestRecord], most: int = 3) -> str:
     return ", ".join([*said, *(["…"] if len(kinds) > most else [])])
 
 
-def _notes(
-    used: Sequence[RequestRecord],
-    load: Load,
-    window: SteadyWindow,
-    hits: HitRates,
-    metrics: dict[str, Distribution],
-) -> Iterable[str]:
+def _notes(load: Load, window: SteadyWindow, metrics: dict[str, Distribution]) -> Iterable[str]:
     if isinstance(load, ClosedLoad):
         yield "closed load: timed from send; it measures capacity, not a tail under a given demand"
     if window.verdict != "steady":
         yield f"no steady window ({window.verdict}: {window.reason}): the figures cover all measured requests"
+    yield from correlation_note(metrics["e2e"])
+
+
+def _doubts(used: Sequence[RequestRecord], hits: HitRates) -> Iterable[str]:
     if hits.verdict == "unknown" and hits.reason is not None:
         yield f"cache state not checked: {hits.reason}"
-    yield from correlation_note(metrics["e2e"])
     if (drift := prompt_drift(used)) is not None and abs(drift - 1.0) > MATERIAL_DRIFT:
         yield f"tokenizers differ: the target counted {drift:.3f} prompt tokens for each that was sent"
     answered = [record for record in used if record.outcome is Outcome.OK]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -228,7 +228,7 @@ class SweepResult:
         """The JSON of a sweep, its conclusions first."""
         good, capacity = self.goodput, self.capacity
         return {
-            "goodput_per_s": None if good is None else {"shown": good.shown, "possible": good.possible},
+            "goodput_per_s": None if good is None else asdict(good),
             "slo": None if self.slo is None else self.slo.model_dump(),
             "saturation_per_s": {"sustained": self.sustained, "saturated": self.saturated},
             "capacity_per_s": {"concurrency": capacity.concurrency, **capacity.answered.as_dict()},

@@ -9,7 +9,7 @@ import torch
 
 from p99lab.engine.geometry import Geometry
 from p99lab.lab.bench import h200_compile, h200_layers
-from p99lab.lab.bench.h200_compile import Figure
+from p99lab.lab.bench.h200_compile import LayerTime
 from p99lab.lab.bench.h200_floors import layer_floor_s
 from tests.lab.bench.test_h200 import H200, TINY
 
@@ -46,14 +46,14 @@ def test_what_has_no_figure_says_why(tiny: Geometry, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(h200_layers, "times", times)
     bench = TINY.model_copy(update={"compile_ways": ("own", "eager", "default", "max-autotune")})
-    found = [*h200_compile.figures(bench)]
-    assert [figure.note for figure in found] == [
+    found = [*h200_compile.layer_times(bench)]
+    assert [timed.note for timed in found] == [
         *(None, None),
         "failed: InvalidCxxCompiler: No working C++ compiler found",
         "not measured: takes a GPU",
     ]
-    spent = [*h200_compile.figures(bench.model_copy(update={"compile_budget_s": 1e-9}))]
-    assert {figure.note for figure in spent[:3]} == {"not measured: 1e-09 s were over"}
+    spent = [*h200_compile.layer_times(bench.model_copy(update={"compile_budget_s": 1e-9}))]
+    assert {timed.note for timed in spent[:3]} == {"not measured: 1e-09 s were over"}
     monkeypatch.setattr(h200_compile, "measure", lambda bench: found)
     rows = {row.name: row for row in h200_compile.rows(bench, tiny, H200)}
     own = rows["compile: own, T = 2"]
@@ -67,18 +67,18 @@ def test_what_has_no_figure_says_why(tiny: Geometry, monkeypatch: pytest.MonkeyP
 def test_a_process_that_dies_leaves_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(h200_compile, "MODULE", "p99lab.lab.bench.no_such_module")
     found = h200_compile.measure(TINY)
-    assert [(figure.way, figure.num_tokens) for figure in found] == [("own", 2), ("default", 2)]
-    for figure in found:
-        assert figure.layer_s is None
-        assert figure.note is not None
-        assert figure.note.startswith("ended with 1: ")
-        assert "no_such_module" in figure.note
+    assert [(timed.way, timed.num_tokens) for timed in found] == [("own", 2), ("default", 2)]
+    for timed in found:
+        assert timed.layer_s is None
+        assert timed.note is not None
+        assert timed.note.startswith("ended with 1: ")
+        assert "no_such_module" in timed.note
 
 
 def test_the_fastest_other_way_has_as_many_tokens() -> None:
     own, fast, slow, other = (
-        *(Figure("own", 1, 1e-4), Figure("default", 1, 2e-4), Figure("eager", 1, 3e-4)),
-        Figure("default", 64, 1e-5),
+        *(LayerTime("own", 1, 1e-4), LayerTime("default", 1, 2e-4), LayerTime("eager", 1, 3e-4)),
+        LayerTime("default", 64, 1e-5),
     )
-    assert h200_compile.fastest_other(own, [own, slow, fast, other, Figure("max-autotune", 1)]) == fast
+    assert h200_compile.fastest_other(own, [own, slow, fast, other, LayerTime("max-autotune", 1)]) == fast
     assert h200_compile.fastest_other(own, [own, other]) is None

@@ -23,7 +23,7 @@ def test_every_stretch_gives_its_rows() -> None:
 
 def test_bodies_hold_a_document_and_a_question_of_their_own() -> None:
     order = Order(prompts_per_s=4, prompt_len=50, question_len=5, answer_len=7, num_documents=2, seconds=1)
-    asked, bodies = ingest.Asked.draw(order), Bodies(order)
+    asked, bodies = ingest.IngestPrompts.draw(order), Bodies(order)
     for number in range(4):
         body = orjson.loads(bodies[number])
         assert (len(body["prompt"]), body["max_tokens"]) == (50, 7)

@@ -63,6 +63,11 @@ def test_details_are_in_files_and_not_in_tables_and_a_missing_value_says_why(tmp
     assert line.startswith("| a | – |")
     assert "no compiler" in line
     assert report.table(rows).row_count == 1
+    assert report.notes([*rows, BenchRow("a, second of many", 1.0, "ms", note="no", detail=True)]) == ["a: no compiler"]
+
+
+def test_what_has_no_value_has_no_verdict() -> None:
+    assert BenchRow("a", math.nan, "ms", bar=8.9, note="no answers").verdict is None
 
 
 def test_an_unknown_benchmark_is_named_with_its_nearest() -> None:

@@ -1,22 +1,30 @@
 """`p99lab bench h200`: one engine at 128K contexts on one GPU, each figure beside its floor, its bar and its peers.
 
 transformers and vLLM run first, in processes of their own: two engines do not share a device. Cases over HTTP have the
-same clients, transport and token ids for vLLM and for us. Floors are arithmetic (`h200_floors`) over ceilings that are
-measured in the same run.
+same clients, transport and token ids for vLLM and for us, and are compared with each other alone. Floors are arithmetic
+(`h200_floors`) over ceilings that are measured in the same run.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.model_store import check
 from p99lab.errors import P99labError
-from p99lab.lab.bench import h200_closed, h200_compile, h200_groups, h200_http, h200_transformers
+from p99lab.lab.bench import (
+    h200_closed,
+    h200_compile,
+    h200_groups,
+    h200_http,
+    h200_scheduling,
+    h200_transformers,
+)
 from p99lab.lab.bench.h200_engine import Ours, Steps
 from p99lab.lab.bench.h200_floors import ELEMENT_BYTES, Rates, Work, floor_s
 from p99lab.lab.bench.h200_http import Sample, Tell
@@ -30,7 +38,6 @@ from p99lab.lab.bench.h200_sizes import (
     FAKE,
     ON_DOCUMENTS,
     OVER_HTTP,
-    SHORT_TIMES_FLOOR,
     H200Bench,
 )
 from p99lab.lab.bench.rows import BenchRow
@@ -48,16 +55,20 @@ class Peers:
     """What they reached, by case, and why one reached nothing."""
 
     transformers: dict[str, Sample] = field(default_factory=dict)
-    vllm: Mapping[str, Sample] = field(default_factory=dict)
+    vllm: dict[str, Sample] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)  # by the peer's name
 
     def of(self, case: str) -> tuple[str | None, Sample | None, str | None]:
-        """The peer that a case is compared with, its figure, and a note where it has none though it was asked for."""
+        """The peer that a case is compared with, its figure, and a note: of it, or why there is none."""
         name = "transformers" if case in BESIDE_TRANSFORMERS else "vLLM" if case in OVER_HTTP else None
         if name is None:
             return None, None, None
-        figure = (self.transformers if name == "transformers" else self.vllm).get(case)
-        return (name, figure, None) if figure else (None, None, self.notes.get(name))
+        sample = (self.transformers if name == "transformers" else self.vllm).get(case)
+        if sample is None:
+            return None, None, self.notes.get(name)
+        if sample.failed is not None:
+            return None, None, f"{name}: {sample.failed}"
+        return name, sample, None if sample.note is None else f"{name}: {sample.note}"
 
 
 def rows(
@@ -69,11 +80,24 @@ def rows(
         ModelError: the model is not there.
         BadParameterError: the device cannot be used.
     """
+    found = _rows(bench, cases, vllm, tell)
+    return found if bench.primed == "real" else map(_labelled, found)
+
+
+def _labelled(row: BenchRow) -> BenchRow:
+    """A row of a bench whose documents nobody has computed."""
+    if row.name.partition(":")[0] not in ON_DOCUMENTS:
+        return row
+    return replace(row, note=_joined(row.note, FAKE))
+
+
+def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: Tell) -> Iterator[BenchRow]:
     geometry = check(bench.model)
+    yield from _settings(bench, cases, vllm)
     peers = measure_peers(bench, cases, vllm, tell)
     tell("ceilings of this machine")
-    yield from (found := _Ceilings.measured(bench)).rows
-    report = _Report(bench, geometry, found.rates, peers)
+    yield from (found := Ceilings.measured(bench)).rows
+    report = Report(bench, geometry, found.rates, peers)
     if "compile" in cases:
         tell(f"compile: {CASES['compile']}")
         yield from h200_compile.rows(bench, geometry, found.rates)
@@ -92,9 +116,19 @@ def rows(
             tell(f"{case}: {CASES[case]}")
             yield from report.in_process(case, ours)
         if cases & OVER_HTTP:
+            ours.schedule(h200_scheduling.over_http(bench))
             with served(engine) as url:
-                samples = h200_http.measure(bench, cases, endpoint(url, OUR_MODEL), prime=False, tell=tell)
-            yield from (report.row(case, sample.p50_s, sample.n) for case, sample in samples.items())
+                found_there = h200_http.measure(bench, cases, endpoint(url, OUR_MODEL), prime=False, tell=tell)
+                yield from (report.row(case, sample) for case, sample in found_there)
+
+
+def _settings(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None) -> Iterator[BenchRow]:
+    """What is measured: how steps are put together, vLLM's flags, and why there are no verdicts."""
+    yield from h200_scheduling.rows(bench, cases)
+    if vllm is not None and cases & OVER_HTTP:
+        yield BenchRow(f"vLLM {vllm.version}", math.nan, "", note=" ".join(vllm.arguments))
+    if bench.deviations:
+        yield BenchRow("no verdicts", math.nan, "", note=f"bars are for other sizes: {', '.join(bench.deviations)}")
 
 
 def prime(bench: H200Bench, ours: Ours, runner: BenchRunner) -> None:
@@ -110,7 +144,7 @@ def prime(bench: H200Bench, ours: Ours, runner: BenchRunner) -> None:
 def measure_peers(
     bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: Tell = lambda line: None
 ) -> Peers:
-    """A peer that fails leaves a note: the bench goes on without it."""
+    """A peer that fails leaves a note, beside what it has reached before: the bench goes on."""
     peers = Peers(notes={} if vllm else {"vLLM": "vLLM: not run, no site given"})
     if bench.transformers and cases & BESIDE_TRANSFORMERS:
         tell("transformers, in a process of its own")
@@ -125,9 +159,7 @@ def measure_peers(
         tell("starting vLLM")
         try:
             with vllm_server(vllm) as url:
-                peers.vllm = h200_http.measure(
-                    bench, cases, endpoint(url, PEER_MODEL), prime=True, tell=lambda line: tell(f"vLLM, {line}")
-                )
+                _measure_vllm(bench, cases, url, peers, tell)
         except P99labError as error:
             peers.notes["vLLM"] = str(error)
     for note in peers.notes.values():
@@ -135,30 +167,41 @@ def measure_peers(
     return peers
 
 
+def _measure_vllm(bench: H200Bench, cases: frozenset[str], url: str, peers: Peers, tell: Tell) -> None:
+    server = endpoint(url, PEER_MODEL)
+    for case, sample in h200_http.measure(bench, cases, server, prime=True, tell=lambda line: tell(f"vLLM, {line}")):
+        peers.vllm[case] = sample
+        if sample.failed is not None:
+            tell(f"vLLM, {case}: {sample.failed}")
+
+
 @dataclass(frozen=True, slots=True)
-class _Ceilings:
+class Ceilings:
     """The machine's, as floors need them and as rows."""
 
     rates: Rates
     rows: tuple[BenchRow, ...]
 
     @classmethod
-    def measured(cls, bench: H200Bench) -> _Ceilings:
+    def measured(cls, bench: H200Bench) -> Ceilings:
         on_gpu = bench.device.startswith("cuda")
         with tempfile.TemporaryDirectory() as scratch:
             found = device_ceilings(DEVICE_SIZES) if on_gpu else ceilings(HOST_SIZES, Path(scratch))
         best = {ceiling.name: ceiling.best for ceiling in found}
-        copied, multiplied = ("device copy", "device matmul bf16") if on_gpu else ("memory copy", "matmul fp32")
-        if not (copy := best[copied]) or not (product := best[multiplied]):
+        memory, multiplied = ("device", "device matmul bf16") if on_gpu else ("memory", "matmul fp32")
+        read, copy, product = best[f"{memory} read"], best[f"{memory} copy"], best[multiplied]
+        if not read or not copy or not product:
             raise P99labError(f"no ceilings of '{bench.device}': no floors can be given")
-        return cls(
-            Rates(1e9 * copy, 1e9 * product),
-            (BenchRow(copied, copy, "GB/s"), BenchRow(multiplied, product / 1e3, "TFLOP/s")),
+        rows = (
+            BenchRow(f"{memory} read", read, "GB/s", note="floors' rate" if read >= copy else None),
+            BenchRow(f"{memory} copy", copy, "GB/s", note="floors' rate" if read < copy else None),
+            BenchRow(multiplied, product / 1e3, "TFLOP/s"),
         )
+        return cls(Rates(1e9 * max(read, copy), 1e9 * product), rows)
 
 
 @dataclass(frozen=True, slots=True)
-class _Report:
+class Report:
     """Rows of one run: times in milliseconds beside floors, bars and peers."""
 
     bench: H200Bench
@@ -173,50 +216,58 @@ class _Report:
             "decode-short": ours.decode_apart,
         }
         if case in decodes:
-            steps = decodes[case]()
-            yield self.row(case, steps.p50_s, steps.n)
-            yield BenchRow(f"{case}: P99 of a step", 1e3 * steps.p99_s, "ms", n=steps.n)
-            if steps.device_s is not None:
-                yield BenchRow(f"{case}: device, a step in the mean", 1e3 * steps.device_s, "ms", n=steps.n)
-            yield BenchRow(f"{case}: host, a step", 1e3 * steps.host_s, "ms", n=steps.n)
-            yield BenchRow(f"{case}: time without a step", 100 * steps.idle_share, "%", n=steps.n)
+            yield from self._decode(case, decodes[case]())
         elif case == "closed-idle":
             found = h200_closed.measure(self.bench, ours.engine, ours.documents)
             yield from h200_closed.rows(self.bench, found, self._floor_s(case))
         else:
             times = {"questions-64": ours.questions, "prefill": ours.prefill, "warm": ours.warm}[case]()
-            yield self.row(case, statistics.median(times), len(times))
+            yield self.row(case, Sample(statistics.median(times), len(times)))
 
-    def row(self, case: str, seconds: float, n: int) -> BenchRow:
+    def _decode(self, case: str, steps: Steps) -> Iterator[BenchRow]:
+        yield self.row(case, Sample(steps.p50_s, steps.n))
+        yield BenchRow(f"{case}: P99 of a step", 1e3 * steps.p99_s, "ms", n=steps.n)
+        if steps.device_s is not None:
+            yield BenchRow(f"{case}: device, a step in the mean", 1e3 * steps.device_s, "ms", n=steps.n)
+        yield BenchRow(f"{case}: host, a step", 1e3 * steps.host_s, "ms", n=steps.n)
+        replayed = f"{100 * steps.graph_share:.3g} % of steps replayed from a graph"
+        yield BenchRow(f"{case}: time without a step", 100 * steps.idle_share, "%", n=steps.n, note=replayed)
+
+    def row(self, case: str, sample: Sample) -> BenchRow:
         """A case's own row."""
-        floor = 1e3 * self._floor_s(case)
-        peer, sample, note = self.peers.of(case)
-        theirs = None if sample is None else 1e3 * sample.p50_s
+        floor, value = 1e3 * self._floor_s(case), 1e3 * sample.time_s
+        peer, other, note = self.peers.of(case)
+        theirs = None if other is None else 1e3 * other.time_s
+        has_value = sample.failed is None
         return BenchRow(
             name=f"{case}: {CASES[case]}",
-            value=1e3 * seconds,
+            value=value,
             unit="ms",
             floor=floor,
-            ratio_to_floor=1e3 * seconds / floor,
+            ratio_to_floor=value / floor if has_value else None,
             peer=peer,
             peer_value=theirs,
-            ratio_to_peer=None if theirs is None else theirs / (1e3 * seconds),
-            n=n,
-            bar=self._bar(case, floor),
-            note=note or (FAKE if self.bench.primed == "fake" and case in ON_DOCUMENTS else None),
+            ratio_to_peer=theirs / value if has_value and theirs is not None else None,
+            n=sample.n,
+            bar=self._bar(case),
+            note=_joined(sample.failed, sample.note, note),
         )
 
     def _floor_s(self, case: str) -> float:
         return floor_s(self.geometry, _work(case, self.bench), self.rates, ELEMENT_BYTES[self.bench.dtype])
 
-    def _bar(self, case: str, floor: float) -> float | None:
-        """Milliseconds; only for the sizes that the bars are stated for."""
+    def _bar(self, case: str) -> float | None:
+        """Milliseconds; only for the scenario that the bars are stated for. One over HTTP is vLLM's own time."""
         if not self.bench.is_stated:
             return None
-        theirs = self.peers.vllm.get("itl-short")
-        if case == "decode-short":
-            return min(SHORT_TIMES_FLOOR * floor, float("inf") if theirs is None else 1e3 * theirs.p50_s)
+        if case == "itl-short":
+            theirs = self.peers.of(case)[1]
+            return None if theirs is None else 1e3 * theirs.time_s
         return BARS_MS.get(case)
+
+
+def _joined(*notes: str | None) -> str | None:
+    return "; ".join(note for note in notes if note) or None
 
 
 def _work(case: str, bench: H200Bench) -> Work:

@@ -1,7 +1,9 @@
-"""`closed-idle` of `p99lab bench h200`: the GPU's idle time under the closed load, clients in the engine's loop.
+"""`closed-idle` of `p99lab bench h200`: the time in which no step runs under the closed load, clients in the engine's
+loop.
 
 Each client asks its next question as soon as the one before is answered, in the thread that steps, so that no process
-or transport stands between engine and figure. Steps are bounded as notebook 01 bounds them on this machine.
+or transport stands between engine and figure. A step lasts from its first kernel to its last: where it was not
+replayed from a graph, pauses between its kernels count as the step.
 """
 
 from __future__ import annotations
@@ -13,28 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import TokenEvent, Usage
 from p99lab.engine.request import SamplingParams
 from p99lab.engine.stats import EngineStats
 from p99lab.errors import AccountingError
-from p99lab.lab import parameters
-from p99lab.lab.bench.h200_sizes import CASES, FAKE, IDLE_BAR, H200Bench
+from p99lab.lab.bench import h200_scheduling
+from p99lab.lab.bench.h200_sizes import CASES, IDLE_BAR, H200Bench
 from p99lab.lab.bench.rows import BenchRow
-from p99lab.lab.headline_arms import arm
 from p99lab.probe.documents import Document
 from p99lab.probe.workload import ClosedLoad, queries
 
 FIRST_QUERY = 500_000  # far from those of other cases
-FULL_SET = "+graphs and overlap"
 PARTS = ("schedule", "launch", "wait", "update")
 IN_PROCESS = "in process"
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """What a stretch of the load has shown. `e2e_s`: of the requests that ended in it."""
+class ClosedRun:
+    """What some time of the load has shown. `e2e_s`: of the requests that ended in it."""
 
     wall_s: float
     before: EngineStats
@@ -48,6 +47,11 @@ class Stretch:
     @property
     def num_tokens(self) -> int:
         return self.after.num_step_tokens - self.before.num_step_tokens
+
+    @property
+    def graph_share(self) -> float:
+        """Of the steps, those replayed from a graph."""
+        return self.spent("num_graph_steps") / self.num_steps
 
     @property
     def idle_share(self) -> float:
@@ -66,7 +70,7 @@ class Stretch:
         return float(getattr(self.after, name) - getattr(self.before, name))
 
 
-class Clients:
+class LoopClients:
     """`num_clients` of them; `ended` grows by the bill of each request that has ended."""
 
     def __init__(self, engine: Engine, bench: H200Bench, documents: Sequence[Document]) -> None:
@@ -96,26 +100,13 @@ class Clients:
                 self.ask()
 
 
-def scheduling(bench: H200Bench) -> SchedulerConfig:
-    """Of the closed load: notebook 01's on an H200, unless the sizes have their own."""
-    tier = parameters.load(parameters.find("01"), "h200")
-    assert isinstance(tier, parameters.Headline01)
-    there = arm(FULL_SET).scheduler(tier)
-    changes = {
-        "max_num_batched_tokens": bench.closed_chunk_tokens or there.max_num_batched_tokens,
-        "max_num_seqs": bench.engine.scheduler.max_num_seqs,  # graphs were captured for
-        "max_step_s": bench.closed_max_step_s or there.max_step_s,
-    }
-    return SchedulerConfig.parse(there.model_dump() | changes)
-
-
-def measure(bench: H200Bench, engine: Engine, documents: Sequence[Document]) -> Stretch:
+def measure(bench: H200Bench, engine: Engine, documents: Sequence[Document]) -> ClosedRun:
     """Run the load. The engine has no requests before and after, and is as it was."""
     usual = engine.config.scheduler
     engine.quiesce()
-    engine.reconfigure(scheduler=scheduling(bench))
+    engine.reconfigure(scheduler=h200_scheduling.closed(bench))
     engine.forget_except([ids for document in documents if (ids := document.passage.token_ids) is not None])
-    clients = Clients(engine, bench, documents)
+    clients = LoopClients(engine, bench, documents)
     for _ in range(bench.num_requests):
         clients.ask()
     _advance(engine, bench.closed_warmup_s)
@@ -127,7 +118,7 @@ def measure(bench: H200Bench, engine: Engine, documents: Sequence[Document]) -> 
     clients.stop()
     engine.quiesce()
     engine.reconfigure(scheduler=usual)
-    return Stretch(wall_s, before, after, np.array(e2e_s))
+    return ClosedRun(wall_s, before, after, np.array(e2e_s))
 
 
 def _advance(engine: Engine, seconds: float) -> None:
@@ -137,10 +128,11 @@ def _advance(engine: Engine, seconds: float) -> None:
         engine.advance()
 
 
-def rows(bench: H200Bench, found: Stretch, floor_s: float) -> Iterator[BenchRow]:
-    """Idle share, host times and, as information, what the clients saw. `floor_s`: of a round of all clients."""
+def rows(bench: H200Bench, found: ClosedRun, floor_s: float) -> Iterator[BenchRow]:
+    """Time without a step, host times and, as information, what the clients saw. `floor_s`: of a round of clients."""
     n, bar = found.num_steps, IDLE_BAR if bench.is_stated else None
-    note = FAKE if bench.primed == "fake" else None
+    replayed = f"{100 * found.graph_share:.3g} % of steps replayed from a graph"
+    note = f"{replayed}; in the others pauses between kernels count as the step"
     yield BenchRow(f"closed-idle: {CASES['closed-idle']}", 100 * found.idle_share, "%", 0.0, n=n, bar=bar, note=note)
     for part in (*PARTS, "rest"):
         yield BenchRow(f"closed-idle: host, {part}, a step", 1e3 * found.host_s(part), "ms", n=n)

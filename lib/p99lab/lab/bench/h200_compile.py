@@ -39,7 +39,7 @@ NEEDS_GPU: frozenset[Way] = frozenset({"max-autotune-no-cudagraphs", "max-autotu
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class LayerTime:
     """A way with a number of tokens. `layer_s`: one layer, the median of `n`; `first_s`: until the first result.
 
     Both None where there is no figure; `note` says why.
@@ -56,14 +56,14 @@ class Figure:
 def rows(bench: H200Bench, geometry: Geometry, rates: Rates) -> Iterator[BenchRow]:
     """A layer's microseconds by every way and number of tokens; then the seconds until their first results."""
     found = measure(bench)
-    for figure in found:
-        yield _layer_row(bench, figure, found, 1e6 * layer_floor_s(geometry, figure.num_tokens, rates, _size(bench)))
-    for figure in found:
-        if figure.first_s is not None:
-            yield BenchRow(f"{_name(figure)}, first result", figure.first_s, "s", n=1)
+    for timed in found:
+        yield _layer_row(bench, timed, found, 1e6 * layer_floor_s(geometry, timed.num_tokens, rates, _size(bench)))
+    for timed in found:
+        if timed.first_s is not None:
+            yield BenchRow(f"{_name(timed)}, first result", timed.first_s, "s", n=1)
 
 
-def measure(bench: H200Bench) -> list[Figure]:
+def measure(bench: H200Bench) -> list[LayerTime]:
     """Run the process to its end, or until its time is over. Whatever has no figure then says so."""
     with tempfile.TemporaryDirectory() as scratch:
         told, errors = Path(scratch) / "figures", Path(scratch) / "errors"
@@ -71,12 +71,12 @@ def measure(bench: H200Bench) -> list[Figure]:
             reason = _run(bench, scratch, out.fileno(), err.fileno())
         lines = [json.loads(line) for line in told.read_text().splitlines() if line.startswith("{")]
         said = [line.strip() for line in errors.read_text().splitlines() if line.strip()]
-    found = [Figure(**line) for line in lines]
+    found = [LayerTime(**line) for line in lines]
     if reason is None:
         return found
-    measured = {(figure.way, figure.num_tokens) for figure in found}
+    measured = {(timed.way, timed.num_tokens) for timed in found}
     note = f"{reason}: {said[-1]}" if said else reason
-    return found + [Figure(*one, note=note) for one in _asked(bench) if one not in measured]
+    return found + [LayerTime(*one, note=note) for one in _asked(bench) if one not in measured]
 
 
 def _run(bench: H200Bench, scratch: str, out: int, err: int) -> str | None:
@@ -95,22 +95,22 @@ def _asked(bench: H200Bench) -> list[tuple[Way, int]]:
     return [(way, num_tokens) for way in bench.compile_ways for num_tokens in bench.compile_tokens]
 
 
-def _name(figure: Figure) -> str:
-    return f"compile: {figure.way}, T = {figure.num_tokens}"
+def _name(timed: LayerTime) -> str:
+    return f"compile: {timed.way}, T = {timed.num_tokens}"
 
 
 def _size(bench: H200Bench) -> int:
     return ELEMENT_BYTES[bench.dtype]
 
 
-def _layer_row(bench: H200Bench, figure: Figure, found: Sequence[Figure], floor_us: float) -> BenchRow:
-    if figure.layer_s is None:
-        return BenchRow(_name(figure), math.nan, UNIT, floor_us, note=figure.note)
-    peer = fastest_other(figure, found) if figure.way == "own" else None
+def _layer_row(bench: H200Bench, timed: LayerTime, found: Sequence[LayerTime], floor_us: float) -> BenchRow:
+    if timed.layer_s is None:
+        return BenchRow(_name(timed), math.nan, UNIT, floor_us, note=timed.note)
+    peer = fastest_other(timed, found) if timed.way == "own" else None
     theirs = None if peer is None or peer.layer_s is None else 1e6 * peer.layer_s
-    value = 1e6 * figure.layer_s
+    value = 1e6 * timed.layer_s
     return BenchRow(
-        name=_name(figure),
+        name=_name(timed),
         value=value,
         unit=UNIT,
         floor=floor_us,
@@ -118,17 +118,17 @@ def _layer_row(bench: H200Bench, figure: Figure, found: Sequence[Figure], floor_
         peer=None if peer is None else peer.way,
         peer_value=theirs,
         ratio_to_peer=None if theirs is None else theirs / value,
-        n=figure.n,
-        note=figure.note,
+        n=timed.n,
+        note=timed.note,
     )
 
 
-def fastest_other(figure: Figure, found: Sequence[Figure]) -> Figure | None:
+def fastest_other(timed: LayerTime, found: Sequence[LayerTime]) -> LayerTime | None:
     """Of the ways but this one, for as many tokens; None: none has a figure."""
     others = [
         other
         for other in found
-        if other.way != figure.way and other.num_tokens == figure.num_tokens and other.layer_s is not None
+        if other.way != timed.way and other.num_tokens == timed.num_tokens and other.layer_s is not None
     ]
     return min(others, key=lambda other: other.layer_s or math.inf, default=None)
 
@@ -136,7 +136,7 @@ def fastest_other(figure: Figure, found: Sequence[Figure]) -> Figure | None:
 # --- the process that measures --------------------------------------------------------------------------------------
 
 
-def figures(bench: H200Bench) -> Iterator[Figure]:
+def layer_times(bench: H200Bench) -> Iterator[LayerTime]:
     """Measure in this process, way by way, while `compile_budget_s` lasts."""
     import torch
 
@@ -147,28 +147,28 @@ def figures(bench: H200Bench) -> Iterator[Figure]:
     weights = one_layer(check(bench.model), getattr(torch, bench.dtype), torch.device(bench.device), bench.seed)
     for way, num_tokens in _asked(bench):
         if way in NEEDS_GPU and not on_gpu:
-            yield Figure(way, num_tokens, note="not measured: takes a GPU")
+            yield LayerTime(way, num_tokens, note="not measured: takes a GPU")
         elif time.perf_counter() > ends_s:
-            yield Figure(way, num_tokens, note=f"not measured: {bench.compile_budget_s:g} s were over")
+            yield LayerTime(way, num_tokens, note=f"not measured: {bench.compile_budget_s:g} s were over")
         else:
-            yield _figure(way, weights, num_tokens)
+            yield _layer_time(way, weights, num_tokens)
 
 
-def _figure(way: Way, weights: Weights, num_tokens: int) -> Figure:
+def _layer_time(way: Way, weights: Weights, num_tokens: int) -> LayerTime:
     from p99lab.lab.bench.h200_layers import OWN_GRAPHS, times
 
     try:
         found = times(way, weights, num_tokens)
     except Exception as error:  # of a compiler: it may be missing, or have met what it cannot do
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return Figure(way, num_tokens, note=f"failed: {(lines or [type(error).__name__])[0]}")
+        return LayerTime(way, num_tokens, note=f"failed: {(lines or [type(error).__name__])[0]}")
     note = "graphs of its own, a call for each layer" if way in OWN_GRAPHS else None
-    return Figure(way, num_tokens, found.layer_s, found.first_s, found.n, note)
+    return LayerTime(way, num_tokens, found.layer_s, found.first_s, found.n, note)
 
 
 def _main() -> None:
-    for figure in figures(H200Bench.parse(json.loads(sys.argv[1]))):
-        sys.stdout.write(json.dumps(asdict(figure)) + "\n")
+    for timed in layer_times(H200Bench.parse(json.loads(sys.argv[1]))):
+        sys.stdout.write(json.dumps(asdict(timed)) + "\n")
         sys.stdout.flush()
 
 

@@ -9,6 +9,7 @@ from itertools import islice
 
 import numpy as np
 
+from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.events import Completion
 from p99lab.engine.request import IntArray, SamplingParams
@@ -26,6 +27,7 @@ class Steps:
 
     `device_s`: one of them in the mean by the device's own clock, None where it has none. `host_s`: what the host did
     for one, waiting apart. `idle_share`: of the time, that in which the device (else the engine) had no step.
+    `graph_share`: of the steps, those replayed from a graph.
     """
 
     p50_s: float
@@ -34,6 +36,7 @@ class Steps:
     device_s: float | None
     host_s: float
     idle_share: float
+    graph_share: float
 
 
 class Ours:
@@ -54,6 +57,10 @@ class Ours:
         self._documents = make_documents(self._bench.shared)
         for document in self._documents:
             self._generate([_ids(document)], 1)
+
+    def schedule(self, scheduler: SchedulerConfig) -> None:
+        """Put steps together so from now on."""
+        self._begin(scheduler)
 
     def decode_alone(self) -> Steps:
         """One request whose last token fills the context."""
@@ -103,9 +110,9 @@ class Ours:
         self._generate(prompts, num_tokens)
         return steps(self.engine, time.perf_counter() - began_s)
 
-    def _begin(self) -> None:
+    def _begin(self, scheduler: SchedulerConfig | None = None) -> None:
         self.engine.quiesce()
-        self.engine.reconfigure()
+        self.engine.reconfigure(scheduler=scheduler)
         self.engine.forget_except([_ids(document) for document in self._documents])
 
     def _generate(self, prompts: Sequence[IntArray], num_tokens: int) -> list[Completion]:
@@ -137,6 +144,7 @@ def steps(engine: Engine, wall_s: float) -> Steps:
         device_s=stats.device_s / stats.num_steps or None,
         host_s=(stats.schedule_s + stats.launch_s + stats.update_s) / stats.num_steps,
         idle_share=max(0.0, 1.0 - (stats.device_s or stats.busy_s) / wall_s),
+        graph_share=stats.graph_share,
     )
 
 

@@ -17,7 +17,8 @@ ELEMENT_BYTES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Ceilings: bytes per second of device memory (a copy's reads and writes), FLOP per second of a large product."""
+    """Ceilings: bytes per second of device memory (reading it or copying it, whichever is faster), FLOP per second of a
+    large product."""
 
     bytes_per_s: float
     flops_per_s: float

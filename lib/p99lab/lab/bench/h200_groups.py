@@ -1,9 +1,13 @@
-"""`groups` of `p99lab bench h200`: steps with the prefix groups that the cost model chooses against steps with none.
+"""`groups` of `p99lab bench h200`: steps as the engine puts them together against steps without groups.
 
 The steps are made by hand and run by the engine's own runner: page tables over a pool of random values, no tree and no
-scheduler. Those that are compared take turns in a random order, each launched while the one before it runs, as steps
-are under load, and their medians count. Two more ways are information: every group that there could be, and none with
-the best plain kernels (`PagedAttention`), which no CUDA graph holds.
+scheduler. A step without groups is run in two plain ways: by our own kernels, and by the best plain ones there are
+(`PagedAttention`, FlashInfer's wrappers, which no CUDA graph holds). The faster of the two is what grouping must not
+be slower than. One more way is information: every group that there could be.
+
+All ways have the same number of steps, each launched while the one before it runs, as steps are under load, and their
+medians count. Our kernels' ways take turns in a random order. The plain kernels' steps come in one piece, between the
+halves of the others, so that a drift of the machine is none of the comparison.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain, islice
 from typing import Literal
 
 import numpy as np
@@ -33,12 +38,14 @@ from p99lab.lab.bench.rows import BenchRow
 Kind = Literal["even", "skewed", "nested"]
 
 SYSTEM_LEN = 2048  # tokens that nested documents share, at most half of each
-LEAST_REPEATS, MOST_REPEATS, PLAIN_REPEATS = 3, 25, 3
+LEAST_REPEATS, MOST_REPEATS = 3, 25
 NUM_WORST = 5  # steps that are shown
+PAGED = AttentionConfig(kernels="paged")
+OWN_PLAIN, PAGED_PLAIN = "our kernels", "paged kernels"
 
 
 @dataclass(frozen=True)
-class Cell:
+class SweepStep:
     """A step of one row a request.
 
     `kind`: requests are spread evenly over the documents; each document but the last has half of those that are left;
@@ -129,20 +136,20 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """One step in three ways: `plain` in the order of arrival and without groups, `chosen` as the engine would run it,
-    `every` with each group that is possible."""
+    """One step put together in three ways: `plain` in the order of arrival and without groups, `chosen` as the engine
+    would, `every` with each group that is possible."""
 
     plain: StepPlan
     chosen: StepPlan
     every: StepPlan
 
     @classmethod
-    def of(cls, cell: Cell, costs: StepCost | None) -> Ways:
-        rows = cell.rows()
+    def of(cls, step: SweepStep, costs: StepCost | None) -> Ways:
+        rows = step.rows()
         least = GroupingConfig().min_shared_tokens
 
         def arranged(min_shared_tokens: int, costs: StepCost | None) -> StepPlan:
-            order, groups = arrange(rows, cell.page_size, min_shared_tokens, costs)
+            order, groups = arrange(rows, step.page_size, min_shared_tokens, costs)
             return StepPlan(0, tuple(rows[i] for i in order), groups)
 
         return cls(StepPlan(0, tuple(rows)), arranged(least, costs), arranged(1, None))
@@ -159,100 +166,117 @@ class Ways:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """A cell's medians, seconds; `n` steps of each. Ways that are the same step have the same time."""
+class SweepResult:
+    """A step's medians in every way, seconds; `n` steps of each. Ways that are the same step have the same time."""
 
-    cell: Cell
+    step: SweepStep
     num_groups: int
     floor_s: float
-    plain_s: float
+    own_plain_s: float
+    paged_plain_s: float
     chosen_s: float
     every_s: float
-    paged_s: float
     n: int
-    predicted_s: tuple[float, float] | None  # plain, chosen
+    predicted_s: tuple[float, float] | None  # without groups by our kernels, and with those chosen
+
+    @property
+    def plain_s(self) -> float:
+        """Of the faster plain way."""
+        return min(self.own_plain_s, self.paged_plain_s)
+
+    @property
+    def plain(self) -> str:
+        """Which way that is."""
+        return OWN_PLAIN if self.own_plain_s <= self.paged_plain_s else PAGED_PLAIN
 
     @property
     def ratio(self) -> float:
+        """Of the step as the engine runs it to the faster plain one."""
         return self.chosen_s / self.plain_s
+
+    @property
+    def own_ratio(self) -> float:
+        """Likewise, to our own kernels without groups."""
+        return self.chosen_s / self.own_plain_s
 
     @property
     def every_ratio(self) -> float:
         return self.every_s / self.plain_s
 
 
-def grid(bench: H200Bench, page_size: int) -> list[Cell]:
+def grid(bench: H200Bench, page_size: int) -> list[SweepStep]:
     """All steps of the sweep, whether the pool holds them or not."""
     most = max(bench.group_requests)
     private_len = bench.question_len + bench.closed_answer_len
-    alone = Cell(1, 1, page_size, "even", False, bench.question_len, private_len, page_size)
+    alone = SweepStep(1, 1, page_size, "even", False, bench.question_len, private_len, page_size)
     pairs = [(r, d) for r in bench.group_requests for d in bench.group_documents if d <= r]
     between = [d for d in bench.group_documents if 1 < d < most]
     asking = {bench.group_requests[len(bench.group_requests) // 2], most}
-    cells = []
+    steps = []
     for prefix_len in bench.group_prefixes:
         at = replace(alone, prefix_len=max(1, prefix_len // page_size) * page_size)
-        cells += [replace(at, num_requests=r, num_documents=d) for r, d in pairs]
+        steps += [replace(at, num_requests=r, num_documents=d) for r, d in pairs]
         for d in between[len(between) // 2 :][:1]:
-            cells += [replace(at, num_requests=most, num_documents=d, kind=kind) for kind in ("skewed", "nested")]
+            steps += [replace(at, num_requests=most, num_documents=d, kind=kind) for kind in ("skewed", "nested")]
         few = [(r, d) for r, d in pairs if r in asking and d in bench.group_documents[::2]]
-        cells += [replace(at, num_requests=r, num_documents=d, asks=True) for r, d in few]
-    return cells
+        steps += [replace(at, num_requests=r, num_documents=d, asks=True) for r, d in few]
+    return steps
 
 
 def rows(bench: H200Bench, runner: BenchRunner, geometry: Geometry, rates: Rates) -> Iterator[BenchRow]:
     """Each step's rows, as details, as soon as they are known; then what they come to."""
     pool = runner.pool
     runner.fill(bench.seed)
-    cells = [cell for cell in grid(bench, pool.page_size) if cell.num_pages <= pool.k.shape[1]]
+    steps = [step for step in grid(bench, pool.page_size) if step.num_pages <= pool.k.shape[1]]
     on_gpu = pool.k.device.type == "cuda"
     device = device_costs(torch.cuda.get_device_name(pool.k.device) if on_gpu else "cpu")
     costs = None if device is None else StepCost(device, geometry, pool.page_size, pool.k.element_size())
-    found: list[Measured] = []
-    for cell in cells:
-        floor = floor_s(geometry, cell.work, rates, ELEMENT_BYTES[bench.dtype])
-        found.append(_measure(bench, runner, cell, costs, floor))
+    found: list[SweepResult] = []
+    for step in steps:
+        floor = floor_s(geometry, step.work, rates, ELEMENT_BYTES[bench.dtype])
+        found.append(_measure(bench, runner, step, costs, floor))
         yield from _details(bench, found[-1], on_gpu)
     if found:
         yield from summary(bench, found)
 
 
-def _measure(bench: H200Bench, runner: BenchRunner, cell: Cell, costs: StepCost | None, floor: float) -> Measured:
-    ways = Ways.of(cell, costs)
-    times = _times(runner, ways.different, bench.group_cell_s)
-    with runner.attending(AttentionConfig(kernels="paged")):
-        paged = [*step_seconds(runner, [ways.plain] * (PLAIN_REPEATS + 1))][1:]  # the first warms up
+def _measure(
+    bench: H200Bench, runner: BenchRunner, step: SweepStep, costs: StepCost | None, floor: float
+) -> SweepResult:
+    ways = Ways.of(step, costs)
+    times = way_times(runner, ways.different, bench.group_cell_s)
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     chosen_s = medians.get("chosen", medians["plain"])
     predicted = [costs.step_time_s(plan.rows, plan.groups) for plan in (ways.plain, ways.chosen)] if costs else None
-    return Measured(
-        cell=cell,
+    return SweepResult(
+        step=step,
         num_groups=len(ways.chosen.groups),
         floor_s=floor,
-        plain_s=medians["plain"],
+        own_plain_s=medians["plain"],
+        paged_plain_s=medians["paged"],
         chosen_s=chosen_s,
         every_s=medians.get("every", chosen_s if ways.every.groups else medians["plain"]),
-        paged_s=statistics.median(paged),
         n=len(times["plain"]),
         predicted_s=None if predicted is None else (predicted[0], predicted[1]),
     )
 
 
-def _details(bench: H200Bench, found: Measured, on_gpu: bool) -> Iterator[BenchRow]:
-    """A step's rows: with the groups that were chosen, with every one, and with the plain kernels."""
-    note = f"{found.num_groups} groups" if found.num_groups else "no groups chosen: the same step"
+def _details(bench: H200Bench, found: SweepResult, on_gpu: bool) -> Iterator[BenchRow]:
+    """A step's rows: with the groups that were chosen, with every one, and in both plain ways."""
+    note = f"{found.num_groups} groups" if found.num_groups else "no groups chosen"
     if found.predicted_s is not None:
         plain_ms, chosen_ms = (1e3 * seconds for seconds in found.predicted_s)
         note += f"; predicted {chosen_ms:.4g} ms, {plain_ms:.4g} without"
     bar = 1e3 * GROUPS_BAR * found.plain_s if bench.is_stated else None
-    yield _detail(found, f"groups, {found.cell}", found.chosen_s, found.n, bar, note)
-    yield _detail(found, f"groups, {found.cell}: every group", found.every_s, found.n)
-    no_other = None if on_gpu else "no GPU: attention in plain torch, as without"
-    yield _detail(found, f"groups, {found.cell}: paged kernels", found.paged_s, PLAIN_REPEATS, note=no_other)
+    yield _detail(found, f"groups, {found.step}", found.chosen_s, bar, note)
+    yield _detail(found, f"groups, {found.step}: every group", found.every_s)
+    yield _detail(found, f"groups, {found.step}: none, {OWN_PLAIN}", found.own_plain_s)
+    no_other = None if on_gpu else "no GPU: attention in plain torch, as in every way"
+    yield _detail(found, f"groups, {found.step}: none, {PAGED_PLAIN}", found.paged_plain_s, note=no_other)
 
 
 def _detail(
-    found: Measured, name: str, seconds: float, n: int, bar: float | None = None, note: str | None = None
+    found: SweepResult, name: str, seconds: float, bar: float | None = None, note: str | None = None
 ) -> BenchRow:
     return BenchRow(
         name=name,
@@ -260,51 +284,78 @@ def _detail(
         unit="ms",
         floor=1e3 * found.floor_s,
         ratio_to_floor=seconds / found.floor_s,
-        peer="without groups",
+        peer=f"without groups, {found.plain}",
         peer_value=1e3 * found.plain_s,
         ratio_to_peer=found.plain_s / seconds,
-        n=n,
+        n=found.n,
         bar=bar,
         note=note,
         detail=True,
     )
 
 
-def summary(bench: H200Bench, found: Sequence[Measured]) -> Iterator[BenchRow]:
-    """The slowest step against the same without groups, which holds the bar or does not; the next ones; information.
-
-    Steps for which no groups were chosen are the same either way, and stand for nothing while there are others.
-    """
-    chosen = [one for one in found if one.num_groups]
-    worst = sorted(chosen or found, key=lambda one: one.ratio, reverse=True)[:NUM_WORST]
-    note = f"{worst[0].cell}; groups chosen in {len(chosen)} of {len(found)} steps"
-    yield _ratio(f"groups: {CASES['groups']}", worst[0], worst[0].ratio, len(found), bench.is_stated, note)
-    for one in worst[1:] if chosen else ():
-        yield _ratio(f"groups: next, {one.cell}", one, one.ratio, one.n, bench.is_stated)
-    best = min(chosen or found, key=lambda one: one.ratio)
-    yield _ratio("groups: the fastest", best, best.ratio, best.n, False, str(best.cell))
+def summary(bench: H200Bench, found: Sequence[SweepResult]) -> Iterator[BenchRow]:
+    """The slowest step with groups against the faster plain one, and the slowest for which none were chosen: each holds
+    the bar or does not. Then information."""
+    grouped = [one for one in found if one.num_groups]
+    alone = [one for one in found if not one.num_groups]
+    bar = GROUPS_BAR if bench.is_stated else None
+    worst = sorted(grouped or alone, key=lambda one: one.ratio, reverse=True)[:NUM_WORST]
+    note = f"{worst[0].step}; {_against(worst[0])}; groups chosen in {len(grouped)} of {len(found)} steps"
+    yield _ratio(f"groups: {CASES['groups']}", worst[0], worst[0].ratio, note, bar, len(grouped or alone))
+    for one in worst[1:] if grouped else ():
+        yield _ratio(f"groups: next, {one.step}", one, one.ratio, _against(one), bar)
+    if grouped and alone:
+        slowest = max(alone, key=lambda one: one.ratio)
+        note = f"{slowest.step}; {_against(slowest)}"
+        yield _ratio("groups: none chosen, the slowest", slowest, slowest.ratio, note, bar, len(alone))
+    best = min(grouped or alone, key=lambda one: one.ratio)
+    yield _ratio("groups: the fastest", best, best.ratio, f"{best.step}; {_against(best)}")
     every = max(found, key=lambda one: one.every_ratio)
-    yield _ratio("groups: every group, the slowest", every, every.every_ratio, every.n, False, str(every.cell))
+    yield _ratio("groups: every group, the slowest", every, every.every_ratio, f"{every.step}; {_against(every)}")
+    own = max(grouped or alone, key=lambda one: one.own_ratio)
+    floor = own.floor_s / own.own_plain_s
+    name = f"groups: ÷ {OWN_PLAIN} without, the slowest"
+    yield BenchRow(name, own.own_ratio, "×", floor, own.own_ratio / floor, n=own.n, note=str(own.step))
 
 
-def _ratio(name: str, found: Measured, ratio: float, n: int, has_bar: bool, note: str | None = None) -> BenchRow:
-    """The floor: of the step's own floor to the step without groups."""
+def _against(found: SweepResult) -> str:
+    return f"plain: {found.plain}"
+
+
+def _ratio(
+    name: str, found: SweepResult, ratio: float, note: str, bar: float | None = None, n: int | None = None
+) -> BenchRow:
+    """The floor: of the step's own floor to the faster plain one."""
     floor = found.floor_s / found.plain_s
-    bar = GROUPS_BAR if has_bar else None
-    return BenchRow(name, ratio, "×", floor, ratio / floor, n=n, bar=bar, note=note)
+    return BenchRow(name, ratio, "×", floor, ratio / floor, n=found.n if n is None else n, bar=bar, note=note)
 
 
-def _times(runner: BenchRunner, plans: Mapping[str, StepPlan], cell_s: float) -> dict[str, list[float]]:
-    """Seconds of each plan's steps: as many rounds as fit into `cell_s`, after one that warms up; few of one alone."""
+def way_times(runner: BenchRunner, plans: Mapping[str, StepPlan], step_s: float) -> dict[str, list[float]]:
+    """Seconds of each plan's steps by our kernels, and of the plain one's by the paged ones (`paged`).
+
+    As many rounds of all as fit into `step_s`, after one that warms up. The first step of each piece is launched while
+    nothing runs, and does not count.
+    """
     names = list(plans)
-    round_s = sum(step_seconds(runner, list(plans.values())))
-    most = MOST_REPEATS if len(plans) > 1 else LEAST_REPEATS
-    num_rounds = min(max(LEAST_REPEATS, int(cell_s / round_s)), most)
+    first_s = dict(zip(names, step_seconds(runner, list(plans.values())), strict=True))
+    with runner.attending(PAGED):
+        (first_s["paged"],) = step_seconds(runner, [plans["plain"]])
+    num_rounds = min(max(LEAST_REPEATS, int(step_s / sum(first_s.values()))), MOST_REPEATS)
     rng = np.random.default_rng(0)
-    order = [names[i] for _ in range(num_rounds) for i in rng.permutation(len(names))]
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for name, seconds in zip(order, step_seconds(runner, [plans[name] for name in order]), strict=True):
-        times[name].append(seconds)
+    rounds = [[names[i] for i in rng.permutation(len(names))] for _ in range(num_rounds)]
+    times: dict[str, list[float]] = {name: [] for name in first_s}
+
+    def run(order: Sequence[str], before: str) -> None:
+        steps = [plans.get(name, plans["plain"]) for name in (before, *order)]
+        for name, seconds in zip(order, islice(step_seconds(runner, steps), 1, None), strict=True):
+            times[name].append(seconds)
+
+    shortest, middle = min(names, key=first_s.__getitem__), num_rounds // 2
+    run(list(chain.from_iterable(rounds[:middle])), shortest)
+    with runner.attending(PAGED):
+        run(["paged"] * num_rounds, "paged")
+    run(list(chain.from_iterable(rounds[middle:])), shortest)
     return times
 
 

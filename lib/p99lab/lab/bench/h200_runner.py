@@ -10,6 +10,7 @@ import torch
 
 from p99lab.engine.backends import make_runner
 from p99lab.engine.config import AttentionConfig, EngineConfig, GraphsConfig
+from p99lab.engine.costs import StepCost
 from p99lab.engine.engine import Engine
 from p99lab.engine.kv_pool import KVPool
 from p99lab.engine.plan import InFlight, StepPlan, StepResult
@@ -80,8 +81,8 @@ def reachable(config: EngineConfig) -> Iterator[tuple[Engine, BenchRunner]]:
     """An engine and its runner. Errors are the engine's."""
     made: list[BenchRunner] = []
 
-    def new_runner(config: EngineConfig, weights: Weights, pool: KVPool) -> Runner:
-        made.append(BenchRunner(make_runner(config, weights, pool), pool, config.attention))
+    def new_runner(config: EngineConfig, weights: Weights, pool: KVPool, costs: StepCost | None) -> Runner:
+        made.append(BenchRunner(make_runner(config, weights, pool, costs), pool, config.attention))
         return made[-1]
 
     with Engine(config, new_runner=new_runner) as engine:

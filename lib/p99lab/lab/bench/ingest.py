@@ -34,7 +34,7 @@ from p99lab.engine.interpreter import shared_interpreter
 from p99lab.engine.plan import StepPlan, StepResult
 from p99lab.engine.request import IntArray, SamplingParams
 from p99lab.errors import AccountingError
-from p99lab.lab.bench.ingest_client import Asked, Order
+from p99lab.lab.bench.ingest_client import IngestPrompts, Order
 from p99lab.lab.bench.rows import BenchRow
 from p99lab.serving import child
 from p99lab.serving.background import serve_in_thread
@@ -109,7 +109,7 @@ class SleepingRunner:
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class IngestStretch:
     """What one stretch has shown. CPU seconds are of its whole length; `gateway_cpu_s` is 0 where there is none."""
 
     step_ms: NDArray[np.float64]  # [num_steps]
@@ -130,7 +130,7 @@ def run(bench: IngestBench | None = None) -> list[BenchRow]:
     bench = bench or IngestBench()
     runner = SleepingRunner(bench.step_ms / 1e3)
     with Engine(_config(bench), new_runner=lambda *_: runner) as engine, shared_interpreter():
-        asked = Asked.draw(bench.order)
+        asked = IngestPrompts.draw(bench.order)
         engine.generate(list(asked.documents), SamplingParams(max_tokens=1))
         _decode_all_the_time(engine, bench)
         measure = partial(_measure, bench, runner)
@@ -161,17 +161,17 @@ def _decode_all_the_time(engine: Engine, bench: IngestBench) -> None:
         engine.submit(partial(_add, prompt, endless, lambda: None))
 
 
-def _measure(bench: IngestBench, runner: SleepingRunner, load: Callable[[], int | None]) -> Stretch:
+def _measure(bench: IngestBench, runner: SleepingRunner, load: Callable[[], int | None]) -> IngestStretch:
     time.sleep(bench.settling_s)
     first, cpu_s, gateway_cpu_s = len(runner.began_s), time.process_time(), _gateway_cpu_s()
     num_answered = load() or 0
     step_ms = 1e3 * np.diff(np.array(runner.began_s[first:]))
-    stretch = Stretch(step_ms, time.process_time() - cpu_s, _gateway_cpu_s() - gateway_cpu_s, num_answered)
+    stretch = IngestStretch(step_ms, time.process_time() - cpu_s, _gateway_cpu_s() - gateway_cpu_s, num_answered)
     time.sleep(bench.settling_s)
     return stretch
 
 
-def _put_in(engine: Engine, bench: IngestBench, asked: Asked) -> int:
+def _put_in(engine: Engine, bench: IngestBench, asked: IngestPrompts) -> int:
     """The requests of a load, from a thread of this process; returns once all are answered."""
     sampling = SamplingParams(max_tokens=bench.answer_len, ignore_eos=True)
     ended = threading.Semaphore(0)
@@ -230,7 +230,9 @@ def _gateway_cpu_s() -> float:
     return total_s
 
 
-def _rows(bench: IngestBench, quiet: Stretch, direct: Stretch, gateway: Stretch, thread: Stretch) -> list[BenchRow]:
+def _rows(
+    bench: IngestBench, quiet: IngestStretch, direct: IngestStretch, gateway: IngestStretch, thread: IngestStretch
+) -> list[BenchRow]:
     peer = "server in the engine's process"
     rows = []
     for percent in (50, 99):
@@ -262,7 +264,7 @@ def _rows(bench: IngestBench, quiet: Stretch, direct: Stretch, gateway: Stretch,
     ]
 
 
-def _cpu_ms(stretch: Stretch, quiet: Stretch) -> float:
+def _cpu_ms(stretch: IngestStretch, quiet: IngestStretch) -> float:
     """CPU milliseconds of the engine's process that a prompt and its answer have added."""
     length_s, quiet_s = stretch.step_ms.sum() / 1e3, quiet.step_ms.sum() / 1e3
     return float(1e3 * (stretch.engine_cpu_s - quiet.engine_cpu_s * length_s / quiet_s) / stretch.num_answered)

@@ -39,7 +39,7 @@ class Order(StrictModel):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class IngestPrompts:
     """Documents and questions: the same ones wherever they are drawn."""
 
     documents: tuple[IntArray, ...]
@@ -61,7 +61,7 @@ class Bodies:
     """Requests of the completions API; a document is written once."""
 
     def __init__(self, order: Order) -> None:
-        asked = Asked.draw(order)
+        asked = IngestPrompts.draw(order)
         self._documents = [_digits(document) for document in asked.documents]
         self._questions = [_digits(question) for question in asked.questions]
         fields = {"model": "ingest", "max_tokens": order.answer_len, "ignore_eos": True, "temperature": 0}

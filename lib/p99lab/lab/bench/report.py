@@ -116,6 +116,11 @@ def table(rows: list[BenchRow]) -> Table:
     return shown
 
 
+def notes(rows: list[BenchRow]) -> list[str]:
+    """What goes with a table: the notes of its rows, each with its row's name."""
+    return [f"{row.name}: {row.note}" for row in rows if row.note and not row.detail]
+
+
 def _measured(row: BenchRow, number: str) -> str:
     return "–" if math.isnan(row.value) else f"{number} {row.unit}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -31,7 +32,7 @@ class BenchRow:
 
     @property
     def verdict(self) -> str | None:
-        """Whether the bar is held; None without one."""
-        if self.bar is None:
+        """Whether the bar is held; None without one, or without a value."""
+        if self.bar is None or math.isnan(self.value):
             return None
         return "held" if self.value <= self.bar else "missed"

@@ -13,7 +13,7 @@ from p99lab.engine.admission import LOOKAHEAD, Admission
 from p99lab.engine.config import GroupingConfig, SchedulerConfig
 from p99lab.engine.plan import StepResult
 from p99lab.engine.policy import POLICIES, URGENCIES
-from p99lab.engine.request import Request, SamplingParams
+from p99lab.engine.request import Request, SamplingParams, Status
 from p99lab.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.light
@@ -93,6 +93,85 @@ def test_only_equals_pass_each_other() -> None:
     assert numbers(urgent_first.order(waiting, [], 0.5)) == [1, 2, 0, 4, 5, 6, 3]
     late = [question(7, 2, 0.9, priority=-1), *waiting]
     assert numbers(urgent_first.order(late, [], 1.0)) == [7, *range(7)]
+
+
+def cold(number: int, num_tokens: int, arrival_s: float = 0.0, priority: int = 0) -> Request:
+    ids = np.arange(num_tokens, dtype=np.int32) + 1000 * (number + 1)
+    return Request.create(number, ids, SamplingParams(max_tokens=3), arrival_s, PAGE, priority=priority)
+
+
+def candidates(
+    some: Admission, waiting: list[Request], running: list[Request], step_tokens: int = 16, num_planned: int = 0
+) -> list[int]:
+    """All are refused pages."""
+    return numbers([*some.candidates(waiting, running, 9.0, step_tokens, num_planned)])
+
+
+def test_behind_a_long_prompt_only_short_ones_of_its_urgency_are_candidates() -> None:
+    tree = tree_of_documents()
+    waiting = [cold(0, 50), question(1, 1), cold(2, 50), question(3, None), question(4, 1, priority=1)]
+    one_by_one = admission(tree, 0.0, policy="priority")
+    assert candidates(one_by_one, waiting, []) == [0, 1]  # a short one that is refused stops those behind it
+    reading = run_as(tree, cold(5, 50))
+    assert candidates(one_by_one, waiting, [reading]) == [1]
+    reading.num_computed_tokens = 50 - 16
+    assert candidates(one_by_one, waiting, [reading]) == [0, 1]
+    reading = run_as(tree, cold(6, 50, priority=1))
+    assert candidates(one_by_one, waiting, [reading]) == [0, 1]
+    assert candidates(one_by_one, waiting[-1:], [reading]) == [4]
+
+
+@pytest.mark.parametrize(("document", "num_pages"), [(1, 20), (3, 23), (None, 23)])
+def test_who_passes_a_long_prompt_that_lacks_pages_leaves_them_to_it(document: int | None, num_pages: int) -> None:
+    """Twelve it needs. Who came later has four and may take one more. Three are the document, unless it is the same,
+    and the candidate's own are two, and one to copy from."""
+    for spare, passing in ((0, [1]), (-1, [])):
+        tree = tree_of_documents(num_pages + spare)
+        earlier, later = run_as(tree, question(2, 2)), run_as(tree, question(3, 1, 2.0))
+        less_urgent = run_as(tree, question(4, 4, 2.0, priority=1))
+        waiting = [cold(0, 48, 1.0), question(1, document, 3.0)]
+        some = admission(tree, 0.0, policy="priority")
+        assert candidates(some, waiting, [earlier, later, less_urgent]) == [0, *passing]
+
+
+def test_what_is_known_to_be_long_is_not_looked_up_before_it_can_be_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tree_of_documents()
+    waiting, reading, looked_up = [cold(0, 51)], run_as(tree, cold(1, 900)), []
+    find = tree.find
+    monkeypatch.setattr(tree, "find", lambda ids: (looked_up.append(len(ids)), find(ids))[1])
+    some = admission(tree, 0.0)
+    for num_planned in range(0, 40, 4):
+        assert candidates(some, waiting, [reading], num_planned=100 + num_planned) == []
+    assert len(looked_up) == 2  # 48 tokens at least are missing; after 32 more a step may hold the rest
+    ids = waiting[0].token_ids[:-1]
+    tree.release(tree.insert(ids, tree.grant(ids, len(ids)).pages, final=True))
+    assert candidates(some, waiting, [reading], num_planned=164) == [0]
+
+
+def test_a_prompt_that_may_find_a_partial_page_is_not_long_for_its_tokens() -> None:
+    tree = tree_of_documents()
+    ids = np.arange(14, dtype=np.int32)
+    tree.release(tree.insert(ids, tree.grant(ids, len(ids)).pages, final=True))
+    prompt = np.array([*ids, 7, 8, 9], np.int32)
+    found, scored = (
+        Request.create(number, prompt, SamplingParams(prompt_logprobs=scores), 0.0, PAGE)
+        for number, scores in enumerate((None, 0))
+    )
+    reading = run_as(tree, cold(2, 50))
+    for step_tokens in (3, 15):
+        assert candidates(admission(tree, 0.0), [scored, found], [reading], step_tokens) == [found.number]
+
+
+def test_the_next_ones_are_the_first_and_those_that_may_pass_them() -> None:
+    tree = tree_of_documents()
+    some, reading = admission(tree, 0.0), run_as(tree, cold(9, 50))
+    waiting = [cold(0, 50), cold(1, 50), question(2, 1), cold(3, 50), question(4, 1), question(5, 1)]
+    assert numbers(some.next_ones(waiting, 2)) == [0, 1]  # nothing is known of them
+    asked = some.candidates(waiting, [reading], 0.0, 16, 0)
+    for _ in range(2):
+        next(asked).status = Status.RUNNING
+    assert numbers(some.next_ones(waiting, 2)) == [0, 1, 2, 4]
+    assert numbers(some.next_ones(waiting, 3)) == [0, 1, 2, 4, 5]
 
 
 def test_an_evicted_document_is_looked_up_again() -> None:

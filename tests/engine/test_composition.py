@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -323,6 +324,13 @@ def test_room_counts_a_document_by_its_share() -> None:
     assert Chunked(2049).room([document, decoding]) == 2048 - 256
     assert Chunked(2049).room([decoding]) == 2048
     assert Chunked(2048).room([running(0, 2000, 0)]) == 48
+
+
+def test_a_step_holds_what_decode_rows_leave() -> None:
+    requests = [running(0, 131_072, 0), running(1, 100, 100)]
+    assert Chunked(2049).step_tokens(requests) == 2048
+    assert Chunked(1).step_tokens([*requests, running(2, 100, 100)]) == 0
+    assert Stock(2049).step_tokens(requests) == math.inf
 
 
 def test_without_decode_rows_there_is_no_bound() -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.costs import StepCost
-from p99lab.engine.filling import Budget, Filling, Prompt
+from p99lab.engine.filling import Budget, Filling, Portion
 from p99lab.engine.policy import URGENCIES, Urgency
 from p99lab.engine.request import Request
 from p99lab.engine.step_price import Price, Reader, StepPrice, Unpriced
@@ -18,6 +18,7 @@ from p99lab.errors import BadParameterError
 LEAST_LONG = 128  # tokens: what is left of a prompt that has no more is a question's, whatever it takes
 LONG_SHARE = 1 / 8  # of what a step has for prompts, kept for the most urgent one that no step can hold whole
 MIN_CHUNK = 64  # tokens that the first prompt gets of a step whose bound leaves no time for any of it
+MIN_LONG_CHUNK = math.ceil(MIN_CHUNK * LONG_SHARE)  # and those of the first long one, with shorter ones before it
 FEW_TILES = 5  # of questions, beyond what rides on tiles of decode rows: with no more, a long prompt goes before them
 QUIET_SHARE = 0.75  # of the bound on a step that a step has while nothing much waits
 BACKLOG = 1024  # tokens of prompts: when as many wait, a step has all of it
@@ -31,6 +32,10 @@ class Composition(Protocol):
 
     def room(self, running: Sequence[Request]) -> int:
         """Prompt tokens that a step could still take if one more request were admitted."""
+        ...
+
+    def step_tokens(self, running: Sequence[Request]) -> float:
+        """Prompt tokens that a step holds: of prompts with more to compute only the first in order is given work."""
         ...
 
     def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
@@ -85,6 +90,10 @@ class Chunked:
         short = [remaining(request) for request in prompts if remaining(request) <= num_tokens]
         return num_tokens - sum(short) - (math.ceil(num_tokens * LONG_SHARE) if len(short) < len(prompts) else 0)
 
+    def step_tokens(self, running: Sequence[Request]) -> float:
+        decoding, _ = _parted(running)
+        return max(0, self.max_num_batched_tokens - len(decoding))
+
     def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
         decoding, waiting = _parted(running)
         decoding = decoding[: self.max_num_batched_tokens]
@@ -104,39 +113,41 @@ class Chunked:
                 price.add(reader, 1)
             readers, seconds = readers[len(rows) :], bound.step_s(sum(map(remaining, waiting))) - price.seconds
         prompts = [
-            Prompt(request, reader, remaining(request)) for request, reader in zip(waiting, readers, strict=True)
+            Portion(request, reader, remaining(request)) for request, reader in zip(waiting, readers, strict=True)
         ]
-        self._give(prompts, Budget(num_tokens, seconds), price)
+        self._fill(Filling(price, Budget(num_tokens, seconds)), prompts)
         return rows + [(prompt.request, prompt.num_given) for prompt in prompts if prompt.num_given]
 
-    def _give(self, prompts: Sequence[Prompt], budget: Budget, price: Price) -> None:
-        """Tokens to prompts (the most urgent first), in their order."""
-        urgencies = [self.urgency(prompt.request) for prompt in prompts]
-        is_long = {prompt.request: _is_long(prompt, budget, price) for prompt in prompts}
-        order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), is_long[prompt.request]))
-        num_ahead = next((i for i, prompt in enumerate(order) if is_long[prompt.request]), len(order))
-        ahead, long = order[:num_ahead], order[num_ahead:]
-        step, first = Filling(price, budget), order[0]
-        held = Budget(math.ceil(budget.num_tokens / 2), price.added_s(first.reader, price.to_tile_end(first.reader, 1)))
-        with step.without(held):
-            step.fill(prompts[: urgencies.count(urgencies[0])], price.open_tokens)
-        least = math.ceil(MIN_CHUNK * LONG_SHARE)
-        kept = step.budget.part(LONG_SHARE) if ahead and long else Budget(0, 0.0)
-        if ahead and long and self._all_ride(ahead, long[0], price):
-            with step.without(Budget(kept.num_tokens, 0.0)):
-                step.fill_tiles(first, 1)
-            step.fill_some(long[0], least)
-            step.fill(order)
+    def _fill(self, step: Filling, prompts: Sequence[Portion]) -> None:
+        """Tokens of a step that has its decode rows to prompts (the most urgent first)."""
+        ahead, behind = self._lined_up(step, prompts)
+        order = [*ahead, *behind]
+        _ride(step, self._most_urgent(prompts), order[0])
+        if not ahead or not behind:
+            step.fill_some(order[0], MIN_CHUNK)
+            step.fill(order[1:])
+        elif self._all_ride(ahead, behind[0], step.price):
+            _fill_long_first(step, ahead, behind)
         else:
-            with step.without(kept):
-                step.fill_some(first, MIN_CHUNK)
-                step.fill(ahead[1:])
-            if kept.num_tokens:
-                step.fill_some(long[0], least)
-            step.fill(long[1:])
+            _fill_short_first(step, ahead, behind)
         step.fill_up(prompts)
 
-    def _all_ride(self, ahead: Sequence[Prompt], long: Prompt, price: Price) -> bool:
+    def _lined_up(self, step: Filling, prompts: Sequence[Portion]) -> tuple[list[Portion], list[Portion]]:
+        """In the order in which they are given tokens: prompts ahead of the first long one, and those from there on.
+
+        Of equal urgency the long ones come last. So short ones that are less urgent than a long one are behind it.
+        """
+        is_long = {prompt.request: _is_long(prompt, step) for prompt in prompts}
+        order = sorted(prompts, key=lambda prompt: (self.urgency(prompt.request), is_long[prompt.request]))
+        num_ahead = next((i for i, prompt in enumerate(order) if is_long[prompt.request]), len(order))
+        return order[:num_ahead], order[num_ahead:]
+
+    def _most_urgent(self, prompts: Sequence[Portion]) -> Sequence[Portion]:
+        """Those as urgent as the first one."""
+        urgencies = [self.urgency(prompt.request) for prompt in prompts]
+        return prompts[: urgencies.count(urgencies[0])]
+
+    def _all_ride(self, ahead: Sequence[Portion], long: Portion, price: Price) -> bool:
         """Whether questions can do with tiles of decode rows for a while, for the good of the long prompt behind them.
 
         Asked when those tiles are filled.
@@ -148,11 +159,40 @@ class Chunked:
         return num_left <= FEW_TILES * price.tile_tokens and all(id(prompt.reader.widest) in ridden for prompt in ahead)
 
 
-def _is_long(prompt: Prompt, budget: Budget, price: Price) -> bool:
+def _is_long(prompt: Portion, step: Filling) -> bool:
     """Whether a step cannot hold what is left of it. Near its end a document would else take all of many steps."""
-    if prompt.num_left > budget.num_tokens:
+    num_left, (num_tokens, seconds) = prompt.num_left, step.budget
+    if num_left > num_tokens:
         return True
-    return prompt.num_left > LEAST_LONG and price.added_s(prompt.reader, prompt.num_left) > max(budget.seconds, 0.0)
+    return num_left > LEAST_LONG and step.price.added_s(prompt.reader, num_left) > max(seconds, 0.0)
+
+
+def _ride(step: Filling, prompts: Sequence[Portion], first: Portion) -> None:
+    """Tiles of decode rows: with half of the tokens, and the time that a tile of the first in order leaves."""
+    price = step.price
+    tile_s = price.added_s(first.reader, price.to_tile_end(first.reader, 1))
+    with step.without(Budget(math.ceil(step.budget.num_tokens / 2), tile_s)):
+        step.fill(prompts, price.open_tokens)
+
+
+def _fill_short_first(step: Filling, ahead: Sequence[Portion], behind: Sequence[Portion]) -> None:
+    """In order, with a share kept for the long prompt that is first of those behind."""
+    kept = step.budget.part(LONG_SHARE)
+    with step.without(kept):
+        step.fill_some(ahead[0], MIN_CHUNK)
+        step.fill(ahead[1:])
+    if kept.num_tokens:
+        step.fill_some(behind[0], MIN_LONG_CHUNK)
+    step.fill(behind[1:])
+
+
+def _fill_long_first(step: Filling, ahead: Sequence[Portion], behind: Sequence[Portion]) -> None:
+    """A tile for the first of all, then the long prompt that is first of those behind, then in order."""
+    kept = step.budget.part(LONG_SHARE)
+    with step.without(Budget(kept.num_tokens, 0.0)):
+        step.fill_tiles(ahead[0], 1)
+    step.fill_some(behind[0], MIN_LONG_CHUNK)
+    step.fill([*ahead, *behind])
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +203,9 @@ class Stock:
 
     def room(self, running: Sequence[Request]) -> int:
         return self.max_num_batched_tokens - sum(remaining(request) for request in running if is_prompt(request))
+
+    def step_tokens(self, running: Sequence[Request]) -> float:
+        return math.inf
 
     def shares(self, running: Sequence[Request]) -> list[ScheduledTokens]:
         prompts = [request for request in running if is_prompt(request)]

@@ -13,7 +13,7 @@ from p99lab.engine.step_price import Price, Reader
 
 
 @dataclass(slots=True)
-class Prompt:
+class Portion:
     """A prompt, what a step has been given of it, and what has not been computed after that."""
 
     request: Request
@@ -56,7 +56,7 @@ class Filling:
         yield
         self.budget = self.budget.plus(kept)
 
-    def fill(self, prompts: Iterable[Prompt], most: Callable[[Reader], int] | None = None) -> None:
+    def fill(self, prompts: Iterable[Portion], most: Callable[[Reader], int] | None = None) -> None:
         """In order, each as much as is left, and no more than `most`."""
         for prompt in prompts:
             size = min(prompt.num_left, self.budget.num_tokens)
@@ -64,25 +64,25 @@ class Filling:
                 size = min(size, most(prompt.reader))
             self._enter(prompt, self.price.tokens_within(prompt.reader, self.budget.seconds, size))
 
-    def fill_some(self, prompt: Prompt, least: int) -> None:
+    def fill_some(self, prompt: Portion, least: int) -> None:
         """As much as is left, or `least` tokens and the rest of their tile, if it would have none, in any time."""
         self.fill([prompt])
         if not prompt.num_given:
             self.fill_tiles(prompt, least)
 
-    def fill_tiles(self, prompt: Prompt, num_tokens: int) -> None:
+    def fill_tiles(self, prompt: Portion, num_tokens: int) -> None:
         """So many tokens and the rest of their tile, in any time."""
         self._enter(
             prompt, min(prompt.num_left, self.budget.num_tokens, self.price.to_tile_end(prompt.reader, num_tokens))
         )
 
-    def fill_up(self, prompts: Iterable[Prompt]) -> None:
+    def fill_up(self, prompts: Iterable[Portion]) -> None:
         """Tiles that are paid for, in any time: their tokens cost the products alone."""
         for prompt in prompts:
             num_tokens = self.price.free_tokens(prompt.reader)
             self._enter(prompt, min(num_tokens, prompt.num_left, self.budget.num_tokens))
 
-    def _enter(self, prompt: Prompt, size: int) -> None:
+    def _enter(self, prompt: Portion, size: int) -> None:
         if size:
             prompt.num_given += size
             prompt.num_left -= size

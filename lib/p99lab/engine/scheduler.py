@@ -74,6 +74,7 @@ class Scheduler:
         self._once_admitted: set[str] = set()  # live requests that run, or ran and gave way
         self._in_flight: deque[PlannedStep] = deque()  # oldest first
         self._epoch = 0
+        self._num_planned_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -193,7 +194,7 @@ class Scheduler:
         """Before pages are evicted: what the next requests will find counts as used, the most urgent's last of all."""
         pool = self.tree.pool
         if self.waiting and pool.num_free < pool.pages_for(self.waiting[0].num_tokens):
-            for request in reversed(self.waiting[:NUM_PROTECTED]):
+            for request in reversed(self._admission.next_ones(self.waiting, NUM_PROTECTED)):
                 self.tree.touch(request.token_ids[: request.num_reusable_tokens])
 
     def _grow(self) -> list[Request] | None:
@@ -245,18 +246,21 @@ class Scheduler:
         """Grant pages to waiting requests in order of admission, while a step has room for their tokens."""
         admitted: list[Request] = []
         grants: list[Grant] = []
-        if not self.waiting:
+        room = self._composition.room(self.running) if self.waiting else 0
+        if room <= 0:
             return admitted, grants
-        room = self._composition.room(self.running)
         num_seats = self._max_num_seqs - sum(remaining(request) > 0 for request in self.running)
-        for request in self._admission.order(self.waiting, self.running, now) if room > 0 else ():
+        step_tokens = self._composition.step_tokens(self.running)
+        for request in self._admission.candidates(
+            self.waiting, self.running, now, step_tokens, self._num_planned_tokens
+        ):
             if room <= 0 or len(admitted) == num_seats:
                 break
             num_later = self._with_reserve(request, request.num_tokens) - request.num_tokens
             grant = self.tree.grant(request.token_ids, request.num_tokens, request.num_reusable_tokens, num_later)
             if grant is None:
                 self._count_wait(request)
-                break
+                continue
             self._start(request, grant)
             self.waiting.remove(request)
             self.running.append(request)
@@ -300,6 +304,7 @@ class Scheduler:
         moves = tuple(grant.moves for grant in grants if grant.moves is not None)
         plan = StepPlan(self._epoch, tuple(rows[i] for i in order), groups, copies, moves)
         self._in_flight.append(PlannedStep(plan, tuple(shares[i][0] for i in order)))
+        self._num_planned_tokens += plan.num_tokens
         for request, num_tokens in shares:
             request.num_computed_tokens += num_tokens
             if request.num_computed_tokens == request.num_due_tokens:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +21,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from p99lab.lab import cgroups, reaping
+from p99lab.lab.execution import StopSignal
 from p99lab.lab.proof import fault_runs, faults
 from p99lab.lab.proof.faults import Trial
 from p99lab.lab.run_folder import RunFolder
@@ -252,6 +256,35 @@ def test_a_stopped_run_keeps_its_state(
     assert name in outcome.ending.reason
     assert statuses(outcome)[2:] == ["failed", "not run"]
     assert "so far" in printed(outcome)
+
+
+def test_a_terminal_that_goes_stops_a_run_in_order(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "p99lab.cli", "run", "99", "--tier", "smoke", "--out", str(tmp_path)]
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, command)
+    try:
+        while not list(tmp_path.glob("99_ledger/*/notebook.ipynb")):  # its first cell has begun
+            select.select([terminal], [], [], 0.02)[0] and os.read(terminal, 1 << 12)
+    finally:
+        os.close(terminal)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    (path,) = tmp_path.glob("99_ledger/*")
+    told = RunFolder(path).read_json("run.json")
+    assert (code, told["exit_code"], told["status"]) == (40, 40, "pre-empted")
+    assert told["reason"] == "pre-empted by SIGHUP"
+    assert RunFolder(path).verify() == []
+
+
+def test_a_run_under_nohup_goes_on() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert stop.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 STALL = f"""

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from p99lab.lab import headline, headline_effects, headline_figures, headline_tables
+from p99lab.lab import headline, headline_effects, headline_figures, headline_tables, headline_views
 from p99lab.lab.headline import Block, Headline
 from p99lab.lab.headline_clients import in_a_loop_of_its_own
 from p99lab.lab.parameters import Headline01
@@ -407,15 +407,56 @@ def test_a_tail_with_one_bound_says_which(measured: Headline) -> None:
     assert re.fullmatch(r"P99 1\.9\d \[1\.\d+, [12]\.?\d*\]", calm)
 
 
-@pytest.mark.parametrize(("slo_s", "says"), [(3.0, "yes"), (1.5, "no"), (1.99, "cannot tell")])
+@pytest.mark.parametrize(("slo_s", "says"), [(3.0, "met"), (1.5, "missed"), (1.99, "cannot tell")])
 def test_an_open_load_meets_the_slo_or_not(measured: Headline, slo_s: float, says: str) -> None:
     made_up = _made_up(measured, 1.0, 1.0)
     opened = tuple(dataclasses.replace(block, load="open") for block in made_up.blocks)
     parameters = measured.parameters.model_copy(update={"slo_p99_s": slo_s})
     table = headline_tables.summary(dataclasses.replace(made_up, blocks=opened, parameters=parameters))
-    assert set(table["note"]) == {f"P99 within the SLO of {slo_s:g} s: {says}"}
+    assert set(table["note"]) == {f"SLO of {slo_s:g} s: {says}"}
     for row in headline_tables.summary(measured).itertuples():
-        assert ("SLO of 2 s: n too small" in row.note) == (row.load == "open" and "void" not in row.note)
+        is_said = "SLO of 2 s: cannot tell, n too small" in row.note
+        assert is_said == (row.load == "open" and "void" not in row.note)
+
+
+def test_only_a_block_that_ended_early_is_said_to_have(measured: Headline) -> None:
+    assert not any("ended early" in note for note in headline_tables.summary(measured)["note"])
+    cut = next(block for block in measured.blocks if block.arm.name == "stock" and block.load == "closed")
+    kept = [record for record in cut.run.records if record.phase is not Phase.MEASURED or record.index % 2]
+    blocks = [_with_records(block, tuple(kept)) if block is cut else block for block in measured.blocks]
+    notes = headline_tables.summary(dataclasses.replace(measured, blocks=tuple(blocks))).set_index(["arm", "load"])[
+        "note"
+    ]
+    assert "it ended early" in notes["stock", "closed"]
+    assert "it ended early" not in notes[FULL, "closed"]
+
+
+def test_a_block_of_seconds_ended_early_where_its_last_answer_came_before_they_were_over(measured: Headline) -> None:
+    for block_s, is_early in ((0.001, False), (1e6, True)):
+        parameters = measured.parameters.model_copy(update={"block_s": block_s})
+        notes = headline_tables.summary(dataclasses.replace(measured, parameters=parameters)).query("load == 'closed'")
+        assert any("it ended early" in note for note in notes["note"]) == is_early
+
+
+def test_blocks_are_numbered_from_1_as_the_run_tells_them(measured: Headline) -> None:
+    for table in (headline_tables.windows(measured), headline_tables.hit_rates(measured)):
+        assert set(table.query("arm == 'stock' and load == 'closed'")["block"]) == {1, 2}
+
+
+def test_the_page_shows_the_kept_rows_in_fewer_columns(measured: Headline) -> None:
+    kept = headline_tables.percentiles(_made_up(measured, 2.0, 1.0))
+    row = headline_views.percentiles(kept).query("arm == 'stock' and load == 'closed' and metric == 'e2e'").iloc[0]
+    assert re.fullmatch(r"[\d.]+ \[[\d.]+, [\d.]+\]", row["P99"])
+    assert list(row.index) == ["arm", "load", "metric", "n", "effective n", "P50", "P90", "P99", "max"]
+    windows = headline_views.windows(headline_tables.windows(measured))
+    assert len(windows) == len(measured.blocks)
+    assert all(re.fullmatch(r"\d+\.\d\d – \d+\.\d\d", window) for window in windows["window (s)"])
+    coverage = headline_views.coverage(headline_tables.coverage(measured), measured.parameters)
+    assert list(coverage["arm"]) == BUILT
+    claims = headline_figures.verdicts(measured, headline_figures.figures(_made_up(measured, 3.0, 1.0)))
+    shown = headline_views.claims(claims).set_index("claim")["measured"]
+    assert re.fullmatch(r"[\d.]+ \[[\d.]+, [\d.]+\] x", shown["c1.p99_ratio"])
+    assert shown["c1.warm_lengths"] == "–"
 
 
 def test_an_interrupt_cancels_the_clients_before_it_goes_on() -> None:

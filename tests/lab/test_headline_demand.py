@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from p99lab.errors import P99labError
 from p99lab.lab import headline, headline_bars, headline_demand, headline_effects, headline_figures, headline_tables
 from p99lab.lab.headline import Block, Headline
 from p99lab.lab.headline_arms import arm
@@ -49,7 +50,8 @@ TINY = (
 def parameters(tmp_path: Path, *overrides: str, server: str | None = None) -> Headline01:
     site = make_site(tmp_path / "site") if server is None else make_site(tmp_path / "site", server)
     folders = (f"vllm_site={site}", f"vllm_model={make_model(tmp_path / 'model')}")
-    made = load(CONTRACTS[headline.NOTEBOOK], "h200", (*TINY, *folders, *overrides))
+    given = {text.partition("=")[0]: text for text in (*TINY, *folders, *overrides)}
+    made = load(CONTRACTS[headline.NOTEBOOK], "h200", [*given.values()])
     assert isinstance(made, Headline01)
     return made
 
@@ -100,7 +102,9 @@ def test_tables_take_a_peer_for_no_measure(measured: Headline) -> None:
         ("+graphs and overlap", "stock"),
         ("+graphs and overlap", "vLLM"),
     }
-    effects = headline_effects.effects(measured)
+    assert headline_effects.effects(measured) == []  # on a CPU one of the two arms had no graphs
+    on_gpu = measured.parameters.model_copy(update={"device": "cuda"})
+    effects = headline_effects.effects(dataclasses.replace(measured, parameters=on_gpu))
     assert not any("vLLM" in (effect.measure, effect.against) for effect in effects)
     assert {effect.load for effect in effects} == {"closed, 2 clients"}  # elsewhere each arm has a rate of its own
     figures = headline_figures.figures(measured)
@@ -121,6 +125,12 @@ def test_a_peer_that_does_not_start_leaves_the_others(tmp_path: Path, monkeypatc
     assert stock.used
     coverage = headline_tables.coverage(found).set_index("arm")["closed"]
     assert coverage["vLLM"].startswith("not run: vLLM ended with exit code 1: ImportError")
+
+
+def test_a_peer_alone_that_does_not_start_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # its log stays
+    with pytest.raises(P99labError, match=r"^nothing was measured: vLLM, not run: .*ImportError"):
+        headline.run(parameters(tmp_path, "arms=[vLLM]", server=BROKEN))
 
 
 # --- figures from records that are made up, so that what must come out is known ------------------------------------
@@ -196,7 +206,7 @@ def test_goodput_is_the_highest_rate_below_the_first_that_misses(measured: Headl
     )
     table = headline_demand.goodput_table(made_up).set_index("arm")
     assert (table.loc[FULL, "at least/s"], table.loc[FULL, "below/s"]) == (50.0, 63.0)
-    assert "63 (misses)" in table.loc[FULL, "rates tried (verdict)"]
+    assert "open 90 %: 63 (misses)" in table.loc[FULL, "rates tried (verdict)"]
     assert table.loc["vLLM", "at least/s"] == 4.0
     assert table.loc["vLLM", "below/s"] == pytest.approx(9.0, rel=0.1)  # nothing was missed: its capacity is a bound
     assert math.isnan(table.loc["stock", "at least/s"])

@@ -7,7 +7,7 @@ import pytest
 from p99lab.engine.config import EngineConfig, ModelConfig
 from p99lab.errors import BadParameterError
 from p99lab.lab import headline_tables
-from p99lab.lab.headline_arms import ARMS, arm, full_set, long_arms, measured_arms, why_not
+from p99lab.lab.headline_arms import ARMS, arm, full_set, here, long_arms, measured_arms, why_not
 from p99lab.lab.headline_loads import (
     LoadSpec,
     Planned,
@@ -67,6 +67,9 @@ def test_a_part_without_the_full_set_has_none() -> None:
     assert full_set(by_name) == arm("+graphs and overlap")
     assert not arm("+graphs and overlap").graphs_config(by_name).enabled  # there are none on a CPU
     assert arm("+graphs and overlap").scheduler(by_name).overlap
+    assert here(arm("+graphs and overlap"), by_name) == "measured, without CUDA graphs: no GPU"
+    assert here(arm("+graphs and overlap"), tier("h200")) == here(arm("stock"), by_name) == "measured"
+    assert here(arm("+chunked"), by_name) == "not run"
 
 
 def test_what_the_engine_is_told_for_an_arm() -> None:

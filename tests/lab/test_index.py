@@ -116,6 +116,15 @@ def test_a_notebook_without_figures_shows_its_summary(tmp_path: Path) -> None:
     assert "<dt>memory read</dt><dd>11 GB/s" in page_of(tmp_path)
 
 
+def test_the_ledgers_card_counts_rows_by_their_state(tmp_path: Path) -> None:
+    summary = [{"chapter": "1", "no verdict": 1, "not tested": 9}, {"chapter": "2.1", "no verdict": 0, "not tested": 8}]
+    make_run(tmp_path, FIRST, "99_ledger", figures=[], tables={"summary": summary})
+    html = page_of(tmp_path)
+    assert "<dt>no verdict</dt><dd>1 rows" in html
+    assert "<dt>not tested</dt><dd>17 rows" in html
+    assert "2.1" not in html
+
+
 def test_broken_and_foreign_folders_cost_nothing_but_themselves(tmp_path: Path) -> None:
     tamper(make_run(tmp_path, FIRST) / "run.json", b"{")
     tamper(make_run(tmp_path, SECOND) / "metrics" / "figures.parquet")

@@ -98,6 +98,7 @@ def test_an_override_is_what_the_field_says(tiers: Path, override: str, name: st
         ("loads=[shut]", "loads"),
         ("arms=[a", "arms: not valid YAML"),
         ("documents", "'documents' is not name=value"),
+        ("arms=stock", "arms takes a list: 'arms=[stock]'"),
     ],
 )
 def test_an_override_that_does_not_fit_is_one_line(tiers: Path, override: str, says: str) -> None:
@@ -105,6 +106,11 @@ def test_an_override_that_does_not_fit_is_one_line(tiers: Path, override: str, s
         load(FIELDS, "smoke", [override], tiers)
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_override_that_is_repeated_is_refused(tiers: Path) -> None:
+    with pytest.raises(BadParameterError, match=r"^rate is given more than once$"):
+        load(FIELDS, "smoke", ["rate=1", "documents=3", "rate=2"], tiers)
 
 
 def test_a_tier_gives_every_parameter_and_no_other(tiers: Path) -> None:
@@ -218,6 +224,12 @@ def test_a_range_the_wrong_way_round_is_refused_before_a_kernel(what: str) -> No
     with pytest.raises(BadParameterError, match=rf"^{what}_tokens_max: \d+ is below {what}_tokens_min=3000$") as caught:
         load(CONTRACTS["01_headline_p99"], "laptop", [f"{what}_tokens_min=3000"])
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("given", ["vllm_site", "vllm_model"])
+def test_a_peers_folders_go_together(given: str) -> None:
+    with pytest.raises(BadParameterError, match="vllm_site and vllm_model go together"):
+        load(CONTRACTS["01_headline_p99"], "laptop", [f"{given}=/somewhere"])
 
 
 # --- secrets --------------------------------------------------------------------------------------------------------

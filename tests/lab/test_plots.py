@@ -99,7 +99,10 @@ def test_each_arm_has_its_panel_and_the_steady_window_is_shaded_where_there_is_o
     assert [axes.get_title(loc="left") for axes in figure.axes] == list(ARMS)
     assert all(len(axes.patches) == 1 for axes in figure.axes)
     unsteady = pd.DataFrame({"start_s": [1.0], "latency_s": [2.0], "steady": [False]})
-    assert not plots.timelines({"a": unsteady}).axes[0].patches
+    bare = plots.timelines({"a": unsteady}).axes[0]
+    assert not bare.patches
+    assert "shaded" in figure.axes[-1].get_xlabel()
+    assert "shaded" not in bare.get_xlabel()
 
 
 def test_the_style_does_not_leak() -> None:

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from p99lab import project
 from p99lab.cli import app
+from p99lab.errors import BadParameterError
 from p99lab.lab import publish as publishing
 from p99lab.lab import runs
 from p99lab.lab.figures import FIGURES, Figure
@@ -124,6 +125,12 @@ def test_a_notebook_that_is_a_path_is_refused(tmp_path: Path, name: str) -> None
     with pytest.raises(NotPublishableError, match=r"^[^\n]*names a notebook that is no plain name[^\n]*$"):
         published(outputs)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path: Path) -> None:
+    said = CliRunner().invoke(app, ["publish", f"{tmp_path}/"])
+    assert isinstance(said.exception, BadParameterError)
+    assert str(said.exception) == f"{tmp_path} is no run: it has no run.json"
 
 
 def test_a_changed_run_is_refused(tmp_path: Path) -> None:

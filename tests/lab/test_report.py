@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 from p99lab.lab import report
 from p99lab.lab.run_folder import RunFolder
+from p99lab.lab.units import Units, basis
 
 RUN = {
     "run_id": "20261129-120000-000-abcd",
@@ -25,6 +26,8 @@ RUN = {
     "revision": "0123456789abcdef" * 2,
     "dirty": True,
     "hardware": "AMD <EPYC>",
+    "code": "c0de",
+    "parameters_digest": "d19e57",
     "p99lab": "0.1.0",
 }
 PNG = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg==\n"
@@ -34,6 +37,7 @@ OUTPUTS = [
     new_output("display_data", {"image/png": PNG, "text/plain": "p"}, metadata={"image/png": {"alt": 'a "line"'}}),
     new_output("display_data", {"application/javascript": "document.title = 1"}),
     new_output("error", ename="E", evalue="v", traceback=["\x1b[31mTraceback\x1b[0m <x>"]),
+    new_output("error", ename="KeyboardInterrupt", evalue="", traceback=["\x1b[31mTraceback\x1b[0m at"]),
 ]
 
 
@@ -65,7 +69,9 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def render(tmp_path: Path) -> Callable[..., str]:
-    def render(run: dict[str, Any] | None = None, status: str = "completed", injected: bool = True) -> str:
+    def render(
+        run: dict[str, Any] | None = None, status: str = "completed", injected: bool = True, units: Sequence[str] = ()
+    ) -> str:
         folder = RunFolder.create(tmp_path)
         cells = [
             new_markdown_cell(
@@ -80,6 +86,8 @@ def render(tmp_path: Path) -> Callable[..., str]:
         folder.write_json("run.json", RUN | (run or {}))
         folder.write("parameters.yaml", "word: <a>\nsizes: [1, 2]\n")
         folder.write_json("git.json", {"revision": None, "dirty": True, "untracked": ["x"]})
+        for name in units:
+            Units(folder, basis(folder.read_json("run.json"))).finish(name, {}, 1.0)
         return report.render(folder)
 
     return render
@@ -119,7 +127,7 @@ def test_code_is_folded_and_of_the_parameters_what_ran_is_shown(render: Callable
 
 def test_wide_things_scroll_inside_their_own_box(render: Callable[..., str]) -> None:
     html = render()
-    assert '<div class="scroll"><table>' in html
+    assert '<div class="scroll" tabindex="0"><table>' in html
     assert re.search(r"\btable \{[^}]*overflow-x: auto", html)
     assert re.search(r"\bimg \{[^}]*max-width: 100%", html)
     assert re.search(r"\bpre[^{]*\{[^}]*overflow-x: auto", html)
@@ -146,3 +154,23 @@ def test_a_run_that_ended_badly_says_so_first(render: Callable[..., str]) -> Non
 
 def test_a_good_run_carries_no_warning(render: Callable[..., str]) -> None:
     assert 'class="failed"' not in render()
+    assert 'class="note"' not in render({"tier": "h200"})
+
+
+def test_a_smoke_run_is_said_to_prove_nothing(render: Callable[..., str]) -> None:
+    assert "Its figures are no results" in render()
+
+
+def test_a_resumed_run_says_what_it_took_over(render: Callable[..., str]) -> None:
+    earlier = {"run_id": "20261128-1", "status": "timed out", "restored": ["a", "b"], "damaged": [], "measured": ["c"]}
+    html = render({"resumed_from": earlier})
+    assert "Resumed from run 20261128-1 (timed out): 2 work units taken over, 1 measured here" in html
+
+
+def test_a_run_that_was_stopped_says_what_is_done_and_how_to_go_on(render: Callable[..., str]) -> None:
+    html = render({"status": "timed out", "exit_code": 20, "reason": "too long"}, units=("closed.stock.1",))
+    assert "1 work unit done: closed.stock.1." in html
+    assert "<code>p99lab run --resume 20261129-120000-000-abcd</code>" in html
+    assert html.index("where it was stopped</summary>") < html.index("Traceback</span> at")
+    assert "--resume" not in render({"status": "failed", "exit_code": 10, "reason": "an error"})
+    assert "No work units done" in render({"status": "pre-empted", "exit_code": 40, "reason": "SIGTERM"})

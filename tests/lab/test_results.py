@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pandas as pd
@@ -34,6 +35,42 @@ def test_whole_numbers_and_lists_stay_what_they_are(folder: RunFolder) -> None:
     page = results.table("t", pd.DataFrame({"n": [2, None], "waits": [[43.511769, 44.4], []]}).astype({"n": "Int64"}))
     assert [line.split() for line in repr(page).splitlines()[1:]] == [["2", "43.5,", "44.4"], ["–", "–"]]
     assert pq.read_table(folder.path / "metrics/t.parquet").to_pylist()[1] == {"n": None, "waits": []}
+
+
+def test_a_table_may_look_otherwise_on_its_page(folder: RunFolder) -> None:
+    page = results.table("t", pd.DataFrame({"p99": [1.0], "low": [0.5]}), pd.DataFrame({"P99": ["1.00 [0.500, 2.00]"]}))
+    assert pq.read_table(folder.path / "metrics/t.parquet").column_names == ["p99", "low"]
+    assert "1.00 [0.500, 2.00]" in page._repr_html_()
+    assert "low" not in repr(page)
+
+
+def test_a_table_without_rows_says_why(folder: RunFolder) -> None:
+    page = results.table("t", pd.DataFrame({"arm": []}), empty="no <arm> was run")
+    assert page._repr_html_() == '<p class="empty">nothing here: no &lt;arm&gt; was run</p>'
+    assert repr(page) == "nothing here: no <arm> was run"
+
+
+def test_columns_of_short_texts_keep_their_lines_whole() -> None:
+    html = results.Shown(
+        pd.DataFrame({"arm": ["+shared-prefix groups"], "note": ["word " * 10], "why": ["word " * 20]})
+    )
+    assert re.findall(r'<td class="(\w+)">', html._repr_html_()) == ["short", "long", "text"]
+
+
+@pytest.mark.parametrize(
+    ("figure", "text"),
+    [
+        ((1.0, 0.5, 2.0), "1.00 [0.500, 2.00]"),
+        ((1.0, 0.5, None), "1.00 [≥ 0.500]"),
+        ((1.0, None, 2.0), "1.00 [≤ 2.00]"),
+        ((1.0, None, None), "1.00"),
+        ((None, None, None), "–"),
+    ],
+)
+def test_a_figure_stands_beside_its_interval(
+    figure: tuple[float | None, float | None, float | None], text: str
+) -> None:
+    assert results.bounded(*figure) == text
 
 
 def test_an_arrow_table_will_do(folder: RunFolder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -14,8 +15,8 @@ import pytest
 import yaml
 from rich.console import Console
 
-from p99lab.lab import execution, progress, runner
-from p99lab.lab.run_folder import RunFolder
+from p99lab.lab import execution, progress, reserve, runner
+from p99lab.lab.run_folder import RunFolder, UnwritableError
 from p99lab.lab.runner import Outcome
 from tests.lab.outcomes import MakeJob, assert_ended, executed, printed, record, run, statuses
 
@@ -160,6 +161,8 @@ def p99lab(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
         (["00", "-p", "bufer_mib=3"], "unknown parameter 'bufer_mib'; did you mean 'buffer_mib'?"),
         (["00", "-p", "repeats=12e4567"], "repeats"),
         (["00", "--tier", "smok"], "did you mean 'smoke'?"),
+        (["00", "--tier", ""], "no tier ''"),
+        (["01", "-p", "arms=[vLLM]"], "arms: vLLM needs vllm_site and vllm_model"),
         (["00_enviroment"], "did you mean '00_environment'?"),
     ],
 )
@@ -170,6 +173,35 @@ def test_bad_parameters_start_nothing(tmp_path: Path, arguments: list[str], says
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert not (tmp_path / "outputs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = p99lab("run", "99", "--tier", "smoke", "--out", tmp_path / "file")
+    says = f"p99lab: cannot write to {tmp_path}/file/99_ledger: Not a directory\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", says)
+
+
+def test_a_disk_without_room_for_the_end_of_a_run_starts_nothing(
+    tmp_path: Path, make_job: MakeJob, quiet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UnwritableError, match=r"^no room for 4 MiB in .*tiny: No space left on device$") as caught:
+        run(tmp_path, make_job(tmp_path, "print('never')"), quiet)
+    assert caught.value.exit_code == 1
+    assert list((tmp_path / "outputs" / "tiny").iterdir()) == []
+
+
+def test_a_disk_that_can_promise_no_room_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unable(*_: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    monkeypatch.setattr(os, "posix_fallocate", unable)
+    reserve.make_writable(tmp_path / "outputs")
+    assert (tmp_path / "outputs").is_dir()
 
 
 def test_a_page_that_cannot_be_made_costs_the_page_alone(

@@ -63,6 +63,18 @@ def test_without_a_driver_nothing_of_the_gpu_is_claimed(monkeypatch: pytest.Monk
     assert not any(rows[name].available for name in ("GPU", "GPU counters", "green contexts", "MIG", "MPS", "NVLink"))
 
 
+@pytest.mark.parametrize(("driver", "listed", "expected"), [(True, None, True), (True, "", False), (False, "0", False)])
+def test_without_nvml_a_driver_tells_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: bool, listed: str | None, expected: bool
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pynvml", None)
+    monkeypatch.setattr(hardware, "_DRIVER", (tmp_path / "none", tmp_path if driver else tmp_path / "none"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", listed)
+    assert hardware.has_gpu() is expected
+
+
 class TwoGpus:
     """Of NVML, what lists them."""
 

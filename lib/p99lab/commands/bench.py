@@ -56,16 +56,23 @@ def bench(
     values, which nobody computes; nothing is judged then.
     """
     for_h200 = {"--only": only, "-p": size, "--vllm-site": vllm_site, "--model-dir": model_dir}
+    for_h200["--vllm-argument"] = vllm_argument
     if name != H200 and (given := [option for option, value in for_h200.items() if value]):
         raise BadParameterError(f"{', '.join(given)}: only for p99lab bench {H200}")
     if (vllm_site is None) != (model_dir is None):
         raise BadParameterError("--vllm-site and --model-dir go together")
+    if vllm_argument and vllm_site is None:
+        raise BadParameterError("--vllm-argument: only with --vllm-site")
     with needs_extra("engine", f"p99lab bench {name}"):
         from p99lab.lab.bench import report
+        from p99lab.lab.reserve import make_writable
 
         if name == H200:
             rows = _h200(only or [], size or [], vllm_site, model_dir, vllm_argument or [], out_dir)
         else:
+            report.check(name)
+            if out_dir is not None:
+                make_writable(out_dir)
             rows = report.run(name)
             if out_dir is not None:
                 report.write(out_dir, name, rows)
@@ -89,14 +96,18 @@ def _h200(
     from p99lab.lab.bench import h200, report
     from p99lab.lab.bench.h200_sizes import H200Bench, chosen
     from p99lab.lab.parameters import given
+    from p99lab.lab.reserve import make_writable
     from p99lab.lab.vllm_server import spec_of
 
     asked, cases = H200Bench.parse(given(H200Bench, sizes)), chosen(only)
     spec = spec_of(None if site is None else str(site), None if model_dir is None else str(model_dir), vllm_arguments)
     progress = Console(stderr=True, highlight=False, soft_wrap=True)
+    found = h200.rows(asked, cases, spec, lambda line: progress.print(line, markup=False))
+    if out_dir is not None:
+        make_writable(out_dir)
     rows: list[BenchRow] = []
     written_s = 0.0
-    for row in h200.rows(asked, cases, spec, lambda line: progress.print(line, markup=False)):
+    for row in found:
         rows.append(row)
         if out_dir is not None and not (row.detail and time.monotonic() - written_s < DETAILS_EVERY_S):
             report.write(out_dir, H200, rows)

@@ -29,6 +29,8 @@ def publish(
         raise BadParameterError(f"{outputs} is no directory of runs")
     where = outputs or project.outputs_dir()
     found = runs.find(where, run)
+    if found.status == "no record":
+        raise BadParameterError(f"{found.path} is no run: it has no run.json")
     published = publishing.publish(where, found, allow_smoke)
     index.write(where)
     out.print(f"{published.path} ({published.num_bytes / 1024:.0f} KiB)", markup=False)

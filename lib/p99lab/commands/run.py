@@ -38,16 +38,18 @@ def run(
     Without limits a run takes as long as it needs. One that passes a limit keeps every thread's stack in stacks.txt.
 
     Exit codes: 0 done, 2 bad parameters, 3 deliverable missing, 10 error in a cell, 20 timed out, 30 kernel died,
-    31 out of host memory, 32 out of GPU memory, 40 pre-empted (SIGTERM or SIGUSR1), 130 interrupted from the keyboard.
+    31 out of host memory, 32 out of GPU memory, 40 pre-empted (SIGTERM, SIGUSR1 or SIGHUP), 130 interrupted from the
+    keyboard.
     """
-    from p99lab.lab.job import prepare
+    from p99lab.lab.job import check_here, prepare
 
     if resume is not None:
         job, out_dir = _resumed(resume, notebook, tier, parameter or [], out_dir)
     elif notebook is not None:
-        job = prepare(notebook, tier or "laptop", parameter or [])
+        job = prepare(notebook, "laptop" if tier is None else tier, parameter or [])
     else:
         raise BadParameterError("name a notebook (00, headline, …), or a run to --resume")
+    check_here(job)
     with needs_extra("lab", "p99lab run"):
         from p99lab.lab import index, progress, runner
         from p99lab.lab.watchdog import Limits

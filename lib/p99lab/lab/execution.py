@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import os
 import re
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -63,15 +64,22 @@ class Observer(Protocol):
 
 
 class StopSignal:
-    """SIGTERM, SIGUSR1 and SIGINT, from `with` to its end, as a request to stop that a run can wait for."""
+    """SIGTERM, SIGUSR1, SIGHUP and SIGINT, from `with` to its end, as a request to stop that a run can wait for.
+
+    A SIGHUP that is ignored (`nohup`) stays so. Once one has come, what is written to a terminal goes nowhere: it would
+    be an error, as the terminal is gone.
+    """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._wake: Callable[[], object] = lambda: None
         self._previous: dict[signal.Signals, Any] = {}
+        self._terminals: list[int] = []
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        hang_up = () if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else (signal.SIGHUP,)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, *hang_up):
             self._previous[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -96,8 +104,16 @@ class StopSignal:
         return Ending("pre-empted", 40, f"pre-empted by {self.received.name}")
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _write_nowhere(self._terminals)
         self.received = self.received or signal.Signals(number)
         self._wake()
+
+
+def _write_nowhere(descriptors: Sequence[int]) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        for descriptor in descriptors:
+            os.dup2(nowhere.fileno(), descriptor)
 
 
 class Journal:

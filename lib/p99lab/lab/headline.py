@@ -18,8 +18,8 @@ import numpy as np
 
 from p99lab.engine.config import CacheConfig, EngineConfig, ModelConfig
 from p99lab.engine.request import IntArray
-from p99lab.errors import AccountingError
-from p99lab.lab import headline_units
+from p99lab.errors import AccountingError, P99labError
+from p99lab.lab import headline_checks, headline_units
 from p99lab.lab.headline_arms import ARMS, Arm, full_set, long_arms, measured_arms
 from p99lab.lab.headline_clients import Asked, Clients, Stretch, clients, in_a_loop_of_its_own, peer_clients
 from p99lab.lab.headline_loads import Planned, all_loads, closed_load, open_load, open_s, plan, skipped
@@ -150,7 +150,7 @@ class Headline:
                 (*block.run.records, *block.cold),
                 arm=block.arm.name,
                 load=block.load,
-                block=f"{block.number}",
+                block=f"{block.number + 1}",
                 transport=self.parameters.transport,
             )
             for block in self.blocks
@@ -167,8 +167,10 @@ def run(parameters: Headline01, on_block: OnBlock | None = None, units: Units | 
 
     Raises:
         ModelError: the model cannot be used.
-        BadParameterError: there is no vLLM where the parameters say that it is.
+        BadParameterError: what the parameters ask for cannot be measured here (`headline_checks`).
+        P99labError: no arm was measured after all: why.
     """
+    headline_checks.check(parameters)
     experiment = _Experiment(parameters, Asked.of(parameters), on_block or (lambda line: None), units)
     with _threads(parameters), shared_interpreter():
         experiment.run()
@@ -212,6 +214,8 @@ class _Experiment:
             self._run_blocks(own, None)
 
     def outcome(self) -> Headline:
+        if not self._blocks:
+            raise P99labError(f"nothing was measured: {'; '.join(f'{k}, {v}' for k, v in self._left_out.items())}")
         return Headline(
             parameters=self._parameters,
             geometry=self._parameters.model.removeprefix("dummy:"),

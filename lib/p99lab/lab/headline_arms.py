@@ -116,6 +116,17 @@ def why_not(arm: Arm, parameters: Headline01) -> str | None:
     return None
 
 
+def is_whole(arm: Arm, parameters: Headline01) -> bool:
+    """Whether all that an arm adds is there once it is measured: there are no CUDA graphs without a GPU."""
+    return parameters.on_gpu or not arm.graphs
+
+
+def here(arm: Arm, parameters: Headline01) -> str:
+    """`measured`, without what where something of the arm is not there; else why not."""
+    whole = "measured" if is_whole(arm, parameters) else "measured, without CUDA graphs: no GPU"
+    return why_not(arm, parameters) or whole
+
+
 def full_set(parameters: Headline01) -> Arm | None:
     """The last of our own arms that can be measured here, if the run measures it: an arm before it is not the full set.
 

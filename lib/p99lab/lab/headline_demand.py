@@ -29,7 +29,8 @@ def goodput_table(headline: Headline) -> pd.DataFrame:
         points = [(cell.blocks[0].rate or 0.0, verdict(cell, headline.parameters.slo_p99_s)) for cell in cells]
         if points:
             found = goodput(points)
-            tried = ", ".join(f"{rate:.3g} ({said})" for rate, said in sorted(points))
+            named = sorted((*point, cell.load) for point, cell in zip(points, cells, strict=True))
+            tried = ", ".join(f"{load}: {rate:.3g} ({said})" for rate, said, load in named)
             rows.append((arm.name, found.shown, found.missed or _capacity(headline, arm), tried))
     return pd.DataFrame(rows, columns=GOODPUT_COLUMNS)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from p99lab.lab.effects import Effect
 from p99lab.lab.headline import Cell, Headline
-from p99lab.lab.headline_arms import ARMS, BASELINE, Arm, between
+from p99lab.lab.headline_arms import ARMS, BASELINE, Arm, between, is_whole
 from p99lab.lab.headline_tables import figure_of, ratio
 from p99lab.probe.stats import e2e
 
@@ -30,8 +30,8 @@ def measures() -> list[str]:
 
 def effects(headline: Headline) -> list[Effect]:
     """Each arm against the one before it and the full set against `stock`, per load: E2E P50, P99 and standard
-    deviation as far as n allows; none of a void arm. Loads whose rates are shares of each arm's own capacity are left
-    out: under them the faster arm gets more to do."""
+    deviation as far as n allows; none of a void arm, or of one without a part of what it adds. Loads whose rates are
+    shares of each arm's own capacity are left out: under them the faster arm gets more to do."""
     loads = [load for load in headline.loads if _is_common(load)]
     return [effect for load in loads for pair in _pairs(headline, load) for effect in _of_pair(headline, load, *pair)]
 
@@ -42,7 +42,8 @@ def _is_common(load: str) -> bool:
 
 
 def _pairs(headline: Headline, load: str) -> list[tuple[Cell, Cell]]:
-    cells = [cell for cell in headline.cells(load) if not cell.arm.is_peer]
+    own = [cell for cell in headline.cells(load) if not cell.arm.is_peer]
+    cells = [cell for cell in own if is_whole(cell.arm, headline.parameters)]
     full = headline.full
     ends = [cell for cell in cells if cell.arm.name == BASELINE or cell.arm == full]
     whole = [(ends[0], ends[1])] if len(ends) == 2 else []

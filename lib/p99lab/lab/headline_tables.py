@@ -10,10 +10,10 @@ from typing import Any
 import pandas as pd
 
 from p99lab.lab.headline import Block, Cell, Headline
-from p99lab.lab.headline_arms import ARMS, Arm, long_arms, why_not
-from p99lab.lab.headline_loads import all_loads
+from p99lab.lab.headline_arms import ARMS, Arm, here, long_arms, why_not
+from p99lab.lab.headline_loads import Planned, all_loads, plan
 from p99lab.lab.parameters import Headline01
-from p99lab.lab.results import shown
+from p99lab.lab.results import bounded, shown
 from p99lab.lab.vllm_server import spec_of
 from p99lab.probe import ratios as ratios_of
 from p99lab.probe import stats
@@ -27,7 +27,7 @@ RATIO_COLUMNS = ("arm", "against", "E2E", "times shorter", "low", "high", "shown
 
 def summary(headline: Headline) -> pd.DataFrame:
     """One short row per arm and load: throughput, median, the deepest tail that n allows, jitter; noted for open loads,
-    which have a demand to meet: whether the P99 is within the SLO."""
+    which have a demand to meet: whether the P99 meets the SLO."""
     return pd.DataFrame([_summary_row(cell, headline) for cell in headline.all_cells()])
 
 
@@ -66,7 +66,7 @@ def attribution(headline: Headline, load: str = "closed") -> pd.DataFrame:
 
 def arms(parameters: Headline01) -> pd.DataFrame:
     """Every arm: what it adds, and whether this run measures it; of a peer its release and what it was told."""
-    rows = [{"arm": arm.name, "adds": arm.adds, "here": why_not(arm, parameters) or "measured"} for arm in ARMS]
+    rows = [{"arm": arm.name, "adds": arm.adds, "here": here(arm, parameters)} for arm in ARMS]
     spec = spec_of(parameters.vllm_site, parameters.vllm_model, parameters.vllm_arguments)
     for row, arm in zip(rows, ARMS, strict=True):
         if arm.is_peer and spec is not None and row["here"] == "measured":
@@ -82,7 +82,7 @@ def coverage(headline: Headline) -> pd.DataFrame:
 
 def _covered(headline: Headline, arm: Arm, load: str) -> str:
     if (cell := headline.cell(arm.name, load)) is not None:
-        return f"{len(cell.used)}{' (void)' if cell.void else ''}"
+        return f"{shown(len(cell.used))}{' (void)' if cell.void else ''}"
     reasons = (why_not(arm, headline.parameters), headline.left_out.get(arm.name))
     return next((why for why in (*reasons, headline.left_out.get(f"{arm.name}: {load}")) if why), "not run")
 
@@ -145,7 +145,7 @@ def _summary_row(cell: Cell, headline: Headline) -> dict[str, Any]:
         "offered/s": cell.blocks[0].rate,
         "requests/s": cell.requests_per_s,
         "E2E P50 (s)": latency.percentiles["p50"].value,
-        "E2E tail (s)": f"{name} {shown(figure.value)}{_bounds(figure)}",
+        "E2E tail (s)": f"{name} {bounded(figure.value, figure.low, figure.high)}",
         "jitter (s)": latency.std.value,
         "note": "; ".join(_remarks(cell, latency, headline)),
     }
@@ -172,21 +172,12 @@ def figure_of(latency: Distribution, name: str) -> Figure:
     return latency.std if name == "std" else latency.percentiles[name]
 
 
-def _bounds(figure: Figure) -> str:
-    """` [low, high]`, or the one that there is; nothing without either."""
-    if figure.low is None and figure.high is None:
-        return ""
-    if figure.high is None:
-        return f" [≥ {shown(figure.low)}]"
-    return f" [≤ {shown(figure.high)}]" if figure.low is None else f" [{shown(figure.low)}, {shown(figure.high)}]"
-
-
 def _meets(slo_s: float, p99: Figure) -> str:
-    """Yes and no only if the whole interval is on that side."""
+    """Met and missed only if the whole interval is on that side."""
     if p99.value is None:
-        return "no, requests failed" if p99.n >= min_n(0.99) else "n too small"
+        return "missed, requests failed" if p99.n >= min_n(0.99) else "cannot tell, n too small"
     said = against(p99, 0.99, slo_s)
-    return {"meets": "yes", "misses": "no"}.get(said, said)
+    return {"meets": "met", "misses": "missed"}.get(said, said)
 
 
 def _percentile_row(cell: Cell, name: str, metric: Distribution) -> dict[str, Any]:
@@ -211,10 +202,12 @@ def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[
     yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
     slo_s = headline.parameters.slo_p99_s
     if cell.load != "closed" and not cell.void:
-        yield f"P99 within the SLO of {slo_s:g} s: {_meets(slo_s, latency.percentiles['p99'])}"
+        yield f"SLO of {slo_s:g} s: {_meets(slo_s, latency.percentiles['p99'])}"
     p99 = latency.percentiles["p99"]
     if cell.load == "closed" and cell.arm in long_arms(headline.parameters) and p99.value is None and p99.reason:
-        yield f"no P99: {p99.reason}; it ends with its share of max_measuring_s"
+        yield f"no P99: {p99.reason}"
+        if _ended_early(cell, headline.parameters):
+            yield "it ended early, with its share of max_measuring_s"
     if any(block.summary.steady_window.verdict == "drifting" for block in cell.blocks):
         yield "drifting"
     yield from dict.fromkeys(doubt for block in cell.blocks for doubt in block.summary.doubts)
@@ -222,6 +215,20 @@ def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[
         yield f"{latency.num_failed} failed"
     if latency.effective_n < latency.n:
         yield f"correlated: worth {latency.effective_n} independent requests"
+
+
+def _ended_early(cell: Cell, parameters: Headline01) -> bool:
+    """Whether a block got neither to its number of requests nor to its seconds: then its share of the time was over."""
+    planned = {(one.arm, one.load.name, one.number): one for one in plan(parameters)}
+    found = ((block, planned.get((block.arm, block.load, block.number))) for block in cell.blocks)
+    return any(own is not None and _is_cut(block, own) for block, own in found)
+
+
+def _is_cut(block: Block, planned: Planned) -> bool:
+    if planned.num_requests is not None and len(measured(block.run.records)) < planned.num_requests:
+        return True
+    last_s = max((record.end_s for record in block.run.records), default=0.0)
+    return planned.duration_s is not None and last_s < planned.duration_s
 
 
 def _ablation_row(cell: Cell) -> dict[str, Any]:
@@ -252,7 +259,7 @@ def _hit_row(block: Block) -> dict[str, Any]:
         "order": block.order,
         "arm": block.arm.name,
         "load": block.load,
-        "block": block.number,
+        "block": block.number + 1,
         "declared": hits.declared,
         "checked": hits.verdict,
         "prompt tokens cached": hits.cached_share,
@@ -270,7 +277,7 @@ def _window_row(block: Block) -> dict[str, Any]:
         "order": block.order,
         "arm": block.arm.name,
         "load": block.load,
-        "block": block.number,
+        "block": block.number + 1,
         "verdict": window.verdict,
         "from (s)": window.start_s,
         "to (s)": window.end_s,

@@ -28,7 +28,8 @@ from p99lab.lab.runs import Run
 
 PAGE = "index.html"
 NEWEST = 8  # runs of a notebook that are not folded away
-KEY_FIGURES = 6
+KEY_FIGURES, SUMMARY_LINES = 6, 9
+CHAPTER = "chapter"  # the first column of notebook 99's summary
 _TEMPLATES = Path(__file__).parent / "templates"
 _SMOKE = '<p class="soft">a smoke run: it shows that the notebook works, its figures are no results</p>'
 _OPEN = ("running", "by hand", "no record")
@@ -136,7 +137,7 @@ def _reason(run: Run) -> str:
 
 def _facts(run: Run, figures: dict[str, Figure]) -> str:
     """The run's first figures, or what its summary says where it has none."""
-    rows = list(islice(_key_figures(figures), KEY_FIGURES)) or list(islice(_summary(run), KEY_FIGURES))
+    rows = list(islice(_key_figures(figures), KEY_FIGURES)) or list(islice(_summary(run), SUMMARY_LINES))
     items = (
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)} <span>{escape(bounds)}</span></dd></div>"
         for name, value, bounds in rows
@@ -153,10 +154,14 @@ def _key_figures(figures: dict[str, Figure]) -> Iterator[tuple[str, str, str]]:
 
 
 def _summary(run: Run) -> Iterator[tuple[str, str, str]]:
-    """A summary in two columns, a name and a value, as notebook 00's is."""
+    """A summary in two columns, a name and a value, as notebook 00's is; of the ledger's counts a sum per state."""
     path = run.path / inspection.SUMMARY
     table: Any = _tolerant(lambda: pq.read_table(path)) if path.is_file() else None
-    if table is not None and table.num_columns == 2:
+    if table is None:
+        return
+    if table.column_names[:1] == [CHAPTER]:
+        yield from ((name, f"{sum(table[name].to_pylist())} rows", "") for name in table.column_names[1:])
+    elif table.num_columns == 2:
         yield from ((shown(name), shown(value), "") for name, value in zip(*table.to_pydict().values(), strict=True))
 
 

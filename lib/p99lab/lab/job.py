@@ -9,8 +9,10 @@ from pathlib import Path
 from p99lab import project
 from p99lab.engine import model_store
 from p99lab.errors import BadParameterError
-from p99lab.lab.parameters import Contract, find, load, tier_digest
+from p99lab.lab import headline_checks
+from p99lab.lab.parameters import Contract, Headline01, Ledger99, find, load, tier_digest
 from p99lab.lab.units import Earlier
+from p99lab.observe import hardware
 from p99lab.strict import StrictModel
 
 
@@ -64,3 +66,20 @@ def check_model(parameters: StrictModel) -> StrictModel:
     if isinstance(model := getattr(parameters, "model", None), str):
         model_store.check(model)
     return parameters
+
+
+def check_here(job: Job) -> None:
+    """Return if this machine has what the job takes besides its model.
+
+    Raises:
+        BadParameterError: it has not: what.
+    """
+    parameters = job.parameters
+    if job.tier in job.contract.gpu_tiers and not hardware.has_gpu():
+        raise BadParameterError(
+            f"tier {job.tier} of {job.contract.notebook} needs an NVIDIA GPU, and there is none here"
+        )
+    if isinstance(parameters, Headline01):
+        headline_checks.check(parameters)
+    if isinstance(parameters, Ledger99) and parameters.outputs and not Path(parameters.outputs).is_dir():
+        raise BadParameterError(f"outputs: {parameters.outputs} is no directory of runs")

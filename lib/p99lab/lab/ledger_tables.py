@@ -73,8 +73,11 @@ class Linked:
         self._lines = lines
 
     def _repr_html_(self) -> str:
+        if not self._lines:
+            return '<p class="empty">nothing here: no run speaks to it</p>'
         head = "".join(f"<th>{html.escape(name)}</th>" for name in (*self._columns, "evidence"))
-        body = "".join(f"<tr>{_cells(values)}<td>{_link(report)}</td></tr>" for values, report in self._lines)
+        rows = (f'{_cells(values)}<td class="short">{_link(report)}</td>' for values, report in self._lines)
+        body = "".join(f"<tr>{row}</tr>" for row in rows)
         return f'<table class="dataframe"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
     def __repr__(self) -> str:

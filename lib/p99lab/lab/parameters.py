@@ -133,6 +133,13 @@ class Headline01(StrictModel):
             raise ValueError("name at least one arm, and each once")
         return arms
 
+    @field_validator("vllm_model")
+    @classmethod
+    def _beside_a_site(cls, model: str | None, info: ValidationInfo) -> str | None:
+        if (model is None) != (info.data.get("vllm_site") is None):
+            raise ValueError("vllm_site and vllm_model go together")
+        return model
+
     @property
     def lengths(self) -> tuple[Span, Span, Span]:
         """The least and most tokens of documents, of questions, and of answers."""
@@ -158,11 +165,15 @@ class Ledger99(StrictModel):
 
 @dataclass(frozen=True)
 class Contract:
-    """One notebook's side of a run: its parameter model, and the files it owes relative to the run folder."""
+    """One notebook's side of a run: its parameter model, and the files it owes relative to the run folder.
+
+    `gpu_tiers`: those that take an NVIDIA GPU though no parameter says so.
+    """
 
     notebook: str
     parameters: type[StrictModel]
     deliverables: tuple[str, ...] = ()
+    gpu_tiers: tuple[str, ...] = ()
 
 
 CONTRACTS: Mapping[str, Contract] = MappingProxyType(
@@ -179,6 +190,7 @@ CONTRACTS: Mapping[str, Contract] = MappingProxyType(
                     "metrics/summary.parquet",
                     "figures/roofline.png",
                 ),
+                gpu_tiers=("h200",),
             ),
             Contract(
                 "01_headline_p99",
@@ -260,9 +272,14 @@ def given(model: type[StrictModel], overrides: Sequence[str]) -> dict[str, Any]:
     """`name=value` texts as values for a model, not yet validated.
 
     Raises:
-        BadParameterError: a text is not of that form.
+        BadParameterError: a text is not of that form, or a name is given twice.
     """
-    return dict(_override(text, model) for text in overrides)
+    values: dict[str, Any] = {}
+    for name, value in (_override(text, model) for text in overrides):
+        if name in values:
+            raise BadParameterError(f"{name} is given more than once")
+        values[name] = value
+    return values
 
 
 def parse(model: type[StrictModel], values: Mapping[str, Any]) -> StrictModel:
@@ -348,7 +365,10 @@ def _override(text: str, model: type[StrictModel]) -> tuple[str, Any]:
     if not equals:
         raise BadParameterError(f"'{text}' is not name=value")
     field = model.model_fields.get(name)
-    return name, _nothing_or(raw if str in _choices(field) else _read_yaml(raw, name), field)
+    value = _nothing_or(raw if str in _choices(field) else _read_yaml(raw, name), field)
+    if isinstance(value, str) and any(typing.get_origin(choice) is tuple for choice in _choices(field)):
+        raise BadParameterError(f"{name} takes a list: '{name}=[{raw}]'")
+    return name, value
 
 
 def _nothing_or(value: Any, field: FieldInfo | None) -> Any:

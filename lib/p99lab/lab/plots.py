@@ -59,7 +59,7 @@ def ecdf(
 
 
 def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Figure:
-    """When each request started and how long it took, a panel with its own scale per arm; the steady window is shaded.
+    """When each request started and how long it took, a panel with its own scale per arm; a steady window is shaded.
 
     `runs`: by arm, columns `start_s`, `latency_s` and `steady` (whether the request lies in the measured window).
     """
@@ -76,7 +76,8 @@ def timelines(runs: Mapping[str, pd.DataFrame], quantity: str = "latency") -> Fi
             axes.set_xlim(left=0)
             axes.set_ylim(bottom=0)
             axes.margins(y=0.15)
-        below_each_other[-1].set_xlabel("start of the request, since its block began (s); shaded: steady window")
+        shading = "; shaded: steady window" if any(frame["steady"].any() for frame in runs.values()) else ""
+        below_each_other[-1].set_xlabel(f"start of the request, since its block began (s){shading}")
         figure.supylabel(f"{quantity} (s)", fontsize="medium")
     return figure
 

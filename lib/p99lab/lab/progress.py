@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from p99lab import project
 from p99lab.lab import resume
 from p99lab.lab.results import shown
 from p99lab.lab.runner import Outcome
 from p99lab.lab.secrets import Secrets
+
+NOTE = "note"  # a column of remarks, too long for a cell of a console
+_WIDEST_WORD = 30
 
 
 class ConsoleProgress:
@@ -53,7 +57,8 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
     """The notebook's summary table where it left one, how the run ended, and where its report is."""
     summary = outcome.folder.path / "metrics" / "summary.parquet"
     if summary.exists():
-        console.print(_table(pq.read_table(summary), outcome.secrets))
+        for part in _summary(pq.read_table(summary).to_pylist(), outcome.secrets):
+            console.print(part)
     if outcome.ending.reason:
         console.print(f"{outcome.ending.status}: {outcome.ending.reason}", markup=False)
     if outcome.contains_secret:
@@ -67,12 +72,26 @@ def print_outcome(outcome: Outcome, console: Console) -> None:
         console.print(f"resume with: {resume.command(outcome.folder, project.outputs_dir())}", markup=False)
 
 
-def _table(columns: pa.Table, secrets: Secrets) -> Table:
-    table = Table(box=box.SIMPLE)
-    for name in columns.column_names:
-        table.add_column(name, overflow="fold")
-    for row in columns.to_pylist():
-        table.add_row(*(escape(secrets.redact(shown(value))) for value in row.values()))
+def _summary(rows: list[dict[str, Any]], secrets: Secrets) -> Iterator[RenderableType]:
+    """The table, and beneath it its notes: each once, by the number that stands in the table."""
+    texts = [{name: secrets.redact(shown(value)) for name, value in row.items()} for row in rows]
+    notes = list(dict.fromkeys(text for row in texts if (text := row.get(NOTE))))
+    for row in texts:
+        if text := row.get(NOTE):
+            row[NOTE] = f"{notes.index(text) + 1}"
+    yield from (Text(), _table(texts), Text())
+    yield from (Text(f"{number}  {note}") for number, note in enumerate(notes, start=1))
+
+
+def _table(rows: list[dict[str, str]]) -> Table:
+    """Broken between words where the console is too narrow, and not inside them."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)
+    for name in rows[0] if rows else ():
+        header = name.replace("/", "\n/").replace(" (", "\n(")
+        words = [word for text in (header, *(row[name] for row in rows)) for word in text.split()]
+        table.add_column(escape(header), overflow="fold", min_width=min(_WIDEST_WORD, max(map(len, words), default=1)))
+    for row in rows:
+        table.add_row(*(escape(text) for text in row.values()))
     return table
 
 

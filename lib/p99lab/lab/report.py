@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import nbformat
 import yaml
 
+from p99lab.lab import units
 from p99lab.lab.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -28,12 +29,24 @@ def render(folder: RunFolder) -> str:
 
 def _header(folder: RunFolder) -> dict[str, Any]:
     parameters = yaml.safe_load((folder.path / "parameters.yaml").read_text())
+    run = folder.read_json("run.json")
     return {
-        "run": folder.read_json("run.json"),
+        "run": run,
+        "resumed": _resumed(run.get("resumed_from")),
+        "done": [] if run["exit_code"] == 0 else [unit.manifest.name for unit in units.finished(folder)[0]],
         "parameters": parameters or {},
         "untracked": folder.read_json("git.json")["untracked"],
         "has_patch": (folder.path / "patch.diff").exists(),
     }
+
+
+def _resumed(earlier: dict[str, Any] | None) -> str:
+    """What a resumed run took over, in a sentence; empty for others."""
+    if earlier is None:
+        return ""
+    taken, own = (len(earlier[key]) for key in ("restored", "measured"))
+    units_taken = f"{taken} work unit{'' if taken == 1 else 's'} taken over, {own} measured here; run.json names them."
+    return f"Resumed from run {earlier['run_id']} ({earlier['status']}): {units_taken}"
 
 
 def _leave_out_defaults(notebook: nbformat.NotebookNode) -> None:

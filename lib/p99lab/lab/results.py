@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import io
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from p99lab.lab.run_folder import RunFolder
@@ -17,26 +18,42 @@ if TYPE_CHECKING:
 
 _DPI = 160
 _THIN_SPACE = "\u202f"  # at which no line is broken
+_SHORT, _LONG = 28, 60  # characters: a column of no more than the first keeps its lines whole
 
 
 class Shown:
-    """A table as a page shows it: no row numbers, numbers short, nothing for a missing value but a dash."""
+    """A table as a page shows it: no row numbers, numbers short, nothing for a missing value but a dash.
 
-    def __init__(self, frame: pd.DataFrame) -> None:
+    `empty`: what is said of a table without rows.
+    """
+
+    def __init__(self, frame: pd.DataFrame, empty: str = "") -> None:
         self._frame = frame
+        self._empty = f"nothing here: {empty}" if empty else "nothing here"
 
     def _repr_html_(self) -> str:
-        return str(self._text().to_html(index=False, border=0, escape=True))
+        if self._frame.empty:
+            return f'<p class="empty">{html.escape(self._empty)}</p>'
+        text = self._text()
+        names = [str(name) for name in text.columns]
+        widths = [_width(text.iloc[:, place]) for place in range(len(names))]
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
+        body = "".join(f"<tr>{_row(values, widths)}</tr>\n" for values in text.itertuples(index=False))
+        return f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table>"
 
     def __repr__(self) -> str:
-        return str(self._text().to_string(index=False))
+        return self._empty if self._frame.empty else str(self._text().to_string(index=False))
 
     def _text(self) -> pd.DataFrame:
         return self._frame.astype(object).where(self._frame.notna(), None).map(shown)
 
 
-def table(name: str, frame: pd.DataFrame | pa.Table) -> Shown:
+def table(name: str, frame: pd.DataFrame | pa.Table, page: pd.DataFrame | None = None, empty: str = "") -> Shown:
     """Keep a table as `metrics/<name>.parquet`, and return it for display.
+
+    Args:
+        page: what is displayed in its place.
+        empty: why it has no rows, where it has none.
 
     Raises:
         SealedError: the run has ended.
@@ -49,8 +66,10 @@ def table(name: str, frame: pd.DataFrame | pa.Table) -> Shown:
     buffer = io.BytesIO()
     pq.write_table(columns, buffer)
     RunFolder.current().write(f"metrics/{name}.parquet", buffer.getvalue())
+    if page is not None:
+        return Shown(page, empty)
     whole_numbers = {pa.int64(): pd.Int64Dtype()}  # which a missing value leaves whole
-    return Shown(columns.to_pandas(types_mapper=whole_numbers.get))
+    return Shown(columns.to_pandas(types_mapper=whole_numbers.get), empty)
 
 
 def metrics(name: str, values: Mapping[str, Any]) -> Shown:
@@ -93,6 +112,27 @@ def shown(value: Any) -> str:
     if isinstance(value, (int, float)):
         return _shown_number(value)
     return str(value)
+
+
+def bounded(value: float | None, low: float | None, high: float | None) -> str:
+    """A figure beside its interval: `1.23 [1.10, 1.41]`, `1.23 [≥ 1.10]` where there is one bound, a dash for none."""
+    if value is None or (low is None and high is None):
+        return shown(value)
+    if high is None:
+        return f"{shown(value)} [≥ {shown(low)}]"
+    return f"{shown(value)} [≤ {shown(high)}]" if low is None else f"{shown(value)} [{shown(low)}, {shown(high)}]"
+
+
+def _width(texts: Iterable[str]) -> str:
+    """The class of a column's cells, by the longest of them."""
+    longest = max(map(len, texts))
+    return "short" if longest <= _SHORT else "long" if longest <= _LONG else "text"
+
+
+def _row(values: Iterable[str], widths: Iterable[str]) -> str:
+    return "".join(
+        f'<td class="{width}">{html.escape(value)}</td>' for value, width in zip(values, widths, strict=True)
+    )
 
 
 def _shown_number(value: int | float) -> str:

@@ -2,8 +2,8 @@
 
 Papermill injects the parameters; the cells run in `execution`, as an engine of papermill's. Exit codes: 0 done · 2 bad
 parameters · 3 deliverable missing · 10 error in a cell · 20 timed out · 30 kernel died · 31 kernel killed for want of
-host memory, as its cgroup counted · 32 out of GPU memory · 40 pre-empted (SIGTERM or SIGUSR1) · 130 interrupted from
-the keyboard · the notebook's own where a cell calls `sys.exit(n)`.
+host memory, as its cgroup counted · 32 out of GPU memory · 40 pre-empted (SIGTERM, SIGUSR1, or SIGHUP as its terminal
+goes) · 130 interrupted from the keyboard · the notebook's own where a cell calls `sys.exit(n)`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from p99lab.lab import parameters, report, secrets, units
 from p99lab.lab.execution import Ending, Execution, Observer, StopSignal, of_failure
 from p99lab.lab.job import Job
 from p99lab.lab.parameters import Contract
+from p99lab.lab.reserve import make_writable
 from p99lab.lab.run_folder import RunFolder
 from p99lab.lab.run_record import RunRecord
 from p99lab.lab.secrets import Secrets
@@ -77,17 +78,21 @@ class Discreet:
 def run(job: Job, observer: Observer, parent: Path | None = None, limits: Limits | None = None) -> Outcome:
     """Run a job to its end in a new folder under `parent` (default: the project's outputs) and seal it.
 
-    Must be called from the main thread: it takes SIGTERM, SIGUSR1 and SIGINT as requests to stop. Errors of the
+    Must be called from the main thread: it takes SIGTERM, SIGUSR1, SIGHUP and SIGINT as requests to stop. Errors of the
     notebook do not raise; they are the outcome's ending. An error of the runner itself does, after it was recorded in
     the folder and that was sealed.
 
     Raises:
-        BadParameterError: a secret of the environment is too short, or the claims cannot be read; nothing was written.
+        BadParameterError: a secret of the environment is too short, the claims cannot be read, or `parent` cannot be
+            written; no run was begun.
+        UnwritableError: the disk has no room for the end of a run; likewise.
     """
     hidden = Secrets.of()
+    place = (parent or project.outputs_dir()) / job.contract.notebook
+    make_writable(place)
     with StopSignal() as stop:
         started_s = time.monotonic()
-        record = RunRecord.begin(job, (parent or project.outputs_dir()) / job.contract.notebook, hidden)
+        record = RunRecord.begin(job, place, hidden)
         folder = record.folder
         execution = Execution(
             run_dir=folder.path.resolve(),

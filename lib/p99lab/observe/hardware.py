@@ -29,6 +29,7 @@ _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "sve2", "bf16
 _CAP_NET_ADMIN, _CAP_SYS_ADMIN = 12, 21  # capability.h
 _PERF_EVENT_OPEN = {"x86_64": 298, "aarch64": 241}  # system call numbers
 _GREEN_CONTEXTS_SINCE = 12040  # CUDA driver API version
+_DRIVER = (Path("/dev/nvidiactl"), Path("/dev/dxg"))  # on Linux, and in WSL
 
 
 # --- fingerprint ----------------------------------------------------------------------------------------------------
@@ -58,6 +59,14 @@ def label(fingerprint: dict[str, Any]) -> str:
     cpu, gpus = fingerprint["cpu"], fingerprint["gpus"]
     gpu = f"{len(gpus)}× {gpus[0]['name']}" if gpus else "no GPU"
     return f"{cpu['model']}, {cpu['usable']} CPUs, {gpu}"
+
+
+def has_gpu() -> bool:
+    """Whether CUDA may find an NVIDIA GPU for this process; where NVML is not installed, whether there is a driver."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1"):
+        return False
+    with _nvml() as nvml:
+        return any(path.exists() for path in _DRIVER) if nvml is None else nvml.nvmlDeviceGetCount() > 0
 
 
 def _digest(machine: dict[str, Any]) -> str:

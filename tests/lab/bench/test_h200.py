@@ -409,6 +409,35 @@ def test_its_options_are_its_own() -> None:
     assert "only for p99lab bench h200" in str(said.exception)
     alone = CliRunner().invoke(app, ["bench", "h200", "--vllm-site", "."])
     assert isinstance(alone.exception, BadParameterError)
+    argument = CliRunner().invoke(app, ["bench", "h200", "--vllm-argument", "--max-num-seqs=8"])
+    assert str(argument.exception) == "--vllm-argument: only with --vllm-site"
+
+
+def test_without_a_gpu_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(h200, "has_gpu", lambda: False)
+    said = CliRunner().invoke(app, ["bench", "h200", "--out", str(tmp_path / "rows")])
+    assert isinstance(said.exception, BadParameterError)
+    assert "needs an NVIDIA GPU" in str(said.exception)
+    assert not (tmp_path / "rows").exists()
+
+
+@pytest.mark.parametrize("bench", ["plan", "h200"])
+def test_a_folder_that_cannot_be_written_is_refused_before_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bench: str
+) -> None:
+    begun: list[str] = []
+
+    def rows(*_: object) -> Iterator[BenchRow]:
+        begun.append(bench)
+        yield BenchRow("a", 1.0, "ms")
+
+    monkeypatch.setattr(h200, "rows", rows)
+    monkeypatch.setattr(report, "run", lambda _: [*rows()])
+    (tmp_path / "file").touch()
+    said = CliRunner().invoke(app, ["bench", bench, "--out", str(tmp_path / "file")])
+    assert isinstance(said.exception, BadParameterError)
+    assert str(said.exception) == f"cannot write to {tmp_path}/file: File exists"
+    assert begun == []
 
 
 def test_notes_follow_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

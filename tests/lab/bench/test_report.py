@@ -71,7 +71,7 @@ def test_what_has_no_value_has_no_verdict() -> None:
 
 
 def test_an_unknown_benchmark_is_named_with_its_nearest() -> None:
-    with pytest.raises(BadParameterError, match="no benchmark 'plna'; did you mean 'plan'"):
+    with pytest.raises(BadParameterError, match=r"no benchmark 'plna'; did you mean 'plan'\? \(known: .*, h200\)"):
         report.run("plna")
 
 

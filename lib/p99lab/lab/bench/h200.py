@@ -16,7 +16,7 @@ from pathlib import Path
 
 from p99lab.engine.geometry import Geometry
 from p99lab.engine.model_store import check
-from p99lab.errors import P99labError
+from p99lab.errors import BadParameterError, P99labError
 from p99lab.lab.bench import (
     h200_closed,
     h200_compile,
@@ -45,6 +45,7 @@ from p99lab.lab.headline_clients import OUR_MODEL, endpoint, served
 from p99lab.lab.vllm_server import MODEL as PEER_MODEL
 from p99lab.lab.vllm_server import VllmSpec, vllm_server
 from p99lab.observe.ceilings import Sizes, ceilings, device_ceilings
+from p99lab.observe.hardware import has_gpu
 
 DEVICE_SIZES = Sizes(buffer_mib=4096, matmul_size=8192, disk_mib=1, launches=1000, repeats=7)
 HOST_SIZES = Sizes(buffer_mib=64, matmul_size=512, disk_mib=1, launches=1, repeats=3)
@@ -74,12 +75,15 @@ class Peers:
 def rows(
     bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: Tell = lambda line: None
 ) -> Iterator[BenchRow]:
-    """Measure and yield each row as soon as it is known.
+    """Measure and yield each row as soon as it is known; what is refused is so before the first is asked for.
 
     Raises:
         ModelError: the model is not there.
-        BadParameterError: the device cannot be used.
+        BadParameterError: there is no GPU.
     """
+    check(bench.model)
+    if bench.device.startswith("cuda") and not has_gpu():
+        raise BadParameterError(f"device={bench.device} needs an NVIDIA GPU, and there is none here")
     found = _rows(bench, cases, vllm, tell)
     return found if bench.primed == "real" else map(_labelled, found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ from p99lab.serving.process import ServerProcessError
 from tests.engine.tiny_models import save_tiny_model
 from tests.serving.clients import eventually, slow_steps
 
-ENDLESS = ClosedLoad(num_requests=100_000, concurrency=2, cache="mixed")
+LONG = ClosedLoad(duration_s=60.0, concurrency=2, cache="mixed")
 
 
 @pytest.fixture
@@ -31,38 +31,35 @@ def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         yield engine
 
 
-def drive_until_killed(engine: Engine, victim: Callable[[ClientsThere], psutil.Process]) -> None:
-    """An endless load over HTTP, during which a process is killed."""
+def drive_until_killed(engine: Engine, victim: str) -> None:
+    """A long load over HTTP, during which the process that executes the module `victim` is killed."""
     workload = Workload(
         num_documents=1, document_tokens=(20, 20), question_tokens=(8, 8), answer_tokens=(8, 8), vocab_size=127
     )
     asked = Asked(workload, make_documents(workload), None, None)
     parameters = Headline01.model_construct(model=engine.config.model.name, transport="http")
+    before = psutil.Process().children()
     with clients(parameters, engine, asked) as sending:
+        struck = next(each for each in psutil.Process().children() if each not in before and victim in each.cmdline())
         assert isinstance(sending, ClientsThere)
 
         def strike() -> None:
             eventually(lambda: engine.stats().num_steps > 20)
-            victim(sending).kill()
+            struck.kill()
 
         striking = threading.Thread(target=strike)
         striking.start()
         try:
-            sending.drive(ENDLESS, Stretch(workload, 0, None))
+            sending.drive(LONG, Stretch(workload, 0, None))
         finally:
             striking.join()
 
 
-def gateway_of(sending: ClientsThere) -> psutil.Process:
-    """The first of this process's."""
-    return next(child for child in psutil.Process().children() if "p99lab.serving.gateway" in child.cmdline())
-
-
 def test_a_killed_gateway_ends_the_load_and_is_named(engine: Engine) -> None:
     with pytest.raises(ServerProcessError, match=r"a gateway has ended by itself \(killed by SIGKILL\)"):
-        drive_until_killed(engine, gateway_of)
+        drive_until_killed(engine, "p99lab.serving.gateway")
 
 
 def test_killed_clients_are_named(engine: Engine) -> None:
     with pytest.raises(ClientProcessError, match="the clients' process was killed by SIGKILL"):
-        drive_until_killed(engine, lambda sending: psutil.Process(sending.process.pid))
+        drive_until_killed(engine, "p99lab.probe.client_process")

@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from p99lab.cli import main
@@ -128,7 +129,10 @@ def test_options_make_the_load_that_they_ask_for(tmp_path: Path) -> None:
         ({"rate": 2.0}, "a closed load has no rate: add --load open"),
         ({"load": "trace"}, "a trace load needs a file"),
         ({"trace": "t.jsonl"}, "a trace load needs a file"),
-        ({"load": "open", "rate": 1.0, "arrivals": "ramp"}, "a ramp needs rate_end"),
+        ({"load": "open", "rate": 1.0, "arrivals": "ramp"}, "--arrivals ramp --rate-end RATE"),
+        ({"load": "open", "rate": 1.0, "arrivals": "ramp", "rate_end": 2.0, "requests": 9}, "takes: --duration"),
+        ({"load": "open", "rate": 1.0, "rate_end": 2.0}, "only a ramp has one"),
+        ({"load": "closed", "arrivals": "ramp", "rate_end": 2.0}, "only a ramp has one"),
     ],
 )
 def test_options_that_do_not_fit_together(values: dict[str, Any], message: str) -> None:
@@ -238,18 +242,41 @@ def test_a_sweep_from_the_command_line_and_a_merge_of_its_points(endpoint: str, 
         assert word in shown
 
 
-def test_an_interrupted_probe_says_what_is_left(endpoint: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "exit_code", "how"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_interrupted_probe_ends_at_once_and_says_what_is_left(
+    endpoint: str, tmp_path: Path, number: signal.Signals, exit_code: int, how: str, kept: bool
+) -> None:
     few = ("--target", endpoint, "--document-tokens", "100", "--answer-tokens", "4", "--requests", "9999")
     code = "import sys; from p99lab.cli import main; sys.argv[0] = 'p99lab'; main()"
-    words = [sys.executable, "-c", code, "probe", *few, "--sweep", "1,2"]
+    folder = ("--output", str(tmp_path / "o")) if kept else ()
+    words = [sys.executable, "-c", code, "probe", *few, *folder, "--sweep", "1,2"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stderr is not None
         assert child.stderr.readline().startswith("capacity: ")
-        child.send_signal(signal.SIGINT)
+        started = psutil.Process(child.pid).children(recursive=True)
+        child.send_signal(number)
         out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == "p99lab: interrupted: nothing was kept"
+    assert (child.returncode, out) == (exit_code, "")
+    left = f"what was measured whole is in {tmp_path / 'o'}" if kept else "nothing was kept"
+    assert err.splitlines()[-1] == f"p99lab: {how}: {left}"
     assert "Traceback" not in err
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+
+
+def test_a_signal_that_is_ignored_stays_so(endpoint: str) -> None:
+    few = ("--target", endpoint, "--document-tokens", "100", "--answer-tokens", "2", "--requests", "12")
+    code = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from p99lab.commands import probe; from p99lab.probe import command; measure = command.probe\n"
+        "def interrupted(*args): signal.raise_signal(signal.SIGINT); return measure(*args)\n"
+        "command.probe = interrupted\n"
+        "from p99lab.cli import main; main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "probe", *few], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_latency_probe_takes_the_articles_flags(endpoint: str) -> None:
@@ -275,6 +302,8 @@ def closed_port() -> int:
         (["--document-tokens", "20-10"], 2, "document_tokens: 20-10 is not a range of at least 1 token\n"),
         (["--document-tokens", "many"], 2, "--document-tokens 'many'"),
         (["--load", "open"], 2, "an open load needs a rate"),
+        (["--load", "open", "--rate", "1", "--arrivals", "ramp"], 2, "--rate-end RATE"),
+        (["--api-key-env", "P99LAB_NOT_SET"], 2, "the environment variable 'P99LAB_NOT_SET' holds no API key"),
         (["--load", "ajar"], 2, "load: "),
         (["--endpoint", "responses"], 2, "endpoint: "),
         (["--output-format", "xml"], 2, "format: "),
@@ -282,6 +311,12 @@ def closed_port() -> int:
         (["--rate", "2"], 2, "add --load open"),
         (["--load", "trace"], 2, "--trace FILE"),
         (["--load", "trace", "--trace", "nowhere.jsonl", "--target", "http://127.0.0.1:1"], 2, "nowhere.jsonl"),
+        (
+            ["--load", "trace", "--trace", "nowhere.jsonl", "--model", "no-such-model"],
+            2,
+            "nowhere.jsonl cannot be read",
+        ),
+        (["--load", "trace", "--trace", "nowhere.jsonl", "--requests", "9", "--model", "no-such-model"], 2, "nowhere"),
         (["--sweep", "fast"], 2, "--sweep 'fast'"),
         (["--sweep", "1,2", "--load", "open", "--rate", "2"], 2, "--sweep chooses the rates"),
         (["--output", "."], 2, ". is not empty: name another --output, or add --overwrite"),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import stat
 import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -257,13 +255,6 @@ def test_a_reconfigured_engine_is_described_anew(own_engine: Engine) -> None:
         assert client.stats().num_steps == 0
 
     run(own_engine, look)
-
-
-def test_only_this_user_may_enter_and_nothing_is_left(own_engine: Engine) -> None:
-    with engine_service(own_engine) as address:
-        directory = Path(address.removeprefix("unix:")).parent
-        assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert not directory.exists()
 
 
 def test_another_clock_is_refused(ascii_llama: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from p99lab.engine.config import SchedulerConfig
 from p99lab.engine.engine import Engine
 from p99lab.engine.runner import ModelRunner
-from p99lab.serving.gateways import serve_from_process
+from p99lab.serving import gateways as gateway_processes
+from p99lab.serving.gateways import Gateways, serve_from_process
 from p99lab.serving.process import ServerProcessError
 from tests.serving.clients import complete, connect, eventually, slow_steps
 from tests.serving.test_serve_command import serving
@@ -130,6 +134,54 @@ def test_a_gateway_that_is_killed_is_reported_on_leaving(own_engine: Engine, mon
     with pytest.raises(ServerProcessError, match=r"ended by itself \(killed by SIGKILL\)"):
         server.__exit__(None, None, None)
     own_engine.check()
+
+
+def test_a_loss_is_told_at_once_and_is_the_error_whatever_clients_have_met(own_engine: Engine) -> None:
+    before, lost = gateways(os.getpid()), threading.Event()
+
+    def serve_until_lost() -> None:
+        with serve_from_process(own_engine, model="tiny", on_loss=lost.set):
+            gateways(os.getpid(), before)[0].kill()
+            assert lost.wait(30)
+            raise TimeoutError("no answer")
+
+    with pytest.raises(ServerProcessError, match=r"ended by itself \(killed by SIGKILL\)"):
+        serve_until_lost()
+
+
+def test_an_end_that_was_asked_for_is_no_loss(own_engine: Engine) -> None:
+    lost = threading.Event()
+    with (
+        pytest.raises(TimeoutError, match="no answer"),
+        serve_from_process(own_engine, model="tiny", on_loss=lost.set),
+    ):
+        raise TimeoutError("no answer")
+    assert not lost.is_set()
+
+
+@pytest.mark.parametrize("num_stops", [1, 2])
+def test_one_that_does_not_end_is_waited_for_no_longer_than_told_and_killed(
+    monkeypatch: pytest.MonkeyPatch, num_stops: int
+) -> None:
+    monkeypatch.setattr(gateway_processes, "SHUTDOWN_GRACE_S", 0.1)
+    sleeping = [sys.executable, "-c", "import time; time.sleep(600)"]
+    with subprocess.Popen(sleeping, stdout=subprocess.PIPE) as process:
+        process.send_signal(signal.SIGSTOP)
+        running = Gateways([process], drain_timeout_s=0.0 if num_stops == 1 else 600.0)
+
+        def stop() -> None:
+            for _ in range(num_stops):
+                running.stop()
+
+        later = threading.Timer(0.2, stop)
+        later.start()  # `wait` has begun by then, or finds that it was told
+        with pytest.raises(ServerProcessError, match="a gateway does not end and is killed"):
+            running.wait()
+        assert process.poll() is None
+        running.end()
+        assert process.wait(30) == -signal.SIGKILL
+        later.join()
+        running.close()
 
 
 def test_a_server_whose_gateway_is_killed_ends_with_one_line(ascii_llama: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from p99lab.probe.sweep import Sweep
 
 VOID_EXIT_CODE = 6
-INTERRUPTED_EXIT_CODE = 130
+SIGNAL_EXIT_CODE = 128  # and the signal's number: 130 after Ctrl-C, 143 after SIGTERM
 
 Target = Annotated[
     str,
@@ -46,7 +48,12 @@ def probe(
     target: Target = "serve",
     model: Model = None,
     endpoint: Annotated[str, typer.Option(metavar="completions|chat", help="Of an URL or of serve.")] = "completions",
-    api_key_env: Annotated[str, typer.Option(help="Environment variable that holds the key.")] = "OPENAI_API_KEY",
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Environment variable that holds the key.", show_default="OPENAI_API_KEY, if set"
+        ),
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
@@ -121,15 +128,14 @@ def probe(
     """Measure a target's latency: percentiles with confidence intervals, checked for what would spoil them.
 
     Exit code 0: measured, though the result may be VOID (it says so; --strict makes that 6); 2: a parameter that does
-    not fit; 4: a model that cannot be used; 5: an endpoint that does not answer.
+    not fit; 4: a model that cannot be used; 5: an endpoint that does not answer; 130, 143: ended by Ctrl-C, SIGTERM.
     """
-    from p99lab.probe.options import ProbeOptions, parse_span
+    from p99lab.probe.options import ProbeOptions, parse_span, require_key
 
     values = {
         "target": target,
         "model": model,
         "endpoint": endpoint,
-        "api_key_env": api_key_env,
         "tokenizer": tokenizer,
         "documents": documents,
         "document_tokens": parse_span(document_tokens, "--document-tokens"),
@@ -153,6 +159,8 @@ def probe(
         "seed": seed,
         "repetition": repetition,
     }
+    if api_key_env is not None:
+        values["api_key_env"] = require_key(api_key_env)
     options = ProbeOptions.parse(values)
     if sweep is None:
         if slo_ms is not None:
@@ -194,7 +202,7 @@ def _probe(options: ProbeOptions, output_format: str, folder: Folder | None) -> 
     from p99lab.probe import output as files
 
     shape = files.Printed.parse({"format": output_format})
-    with _interruptible(), _progress() as on_progress:
+    with _ended_by_signals(), _progress() as on_progress:
         result = command.probe(options, on_progress)
     also = files.write(result, folder) if folder is not None else []
     if shape.format == "json":
@@ -222,7 +230,7 @@ def _sweep(asked: Sweep, output_format: str, folder: Folder | None) -> bool:
             files.write(result, folder.part(name))
 
     kept = "nothing was kept" if folder is None else f"what was measured whole is in {folder.path}"
-    with _interruptible(kept), _progress() as on_progress:
+    with _ended_by_signals(kept), _progress() as on_progress:
         result = sweeping.sweep(asked, lambda line: typer.echo(line, err=True), keep, on_progress)
     also = files.write_sweep(result, folder) if folder is not None else []
     void = [reason for point in result.points for reason in point.result.summary.void]
@@ -262,13 +270,29 @@ def _print_lines(lines: list[str]) -> None:
 
 
 @contextmanager
-def _interruptible(kept: str = "nothing was kept") -> Iterator[None]:
-    """Ctrl-C is one line that says what is left of the run."""
+def _ended_by_signals(kept: str = "nothing was kept") -> Iterator[None]:
+    """Ctrl-C and SIGTERM are one line that says what is left of the run, and the end.
+
+    Nothing is waited for, were it a step of an engine or a server's drain: what was started for the probe ends with
+    this process. A signal that is ignored stays so.
+    """
+
+    def end(number: int, frame: object) -> None:
+        how = "interrupted" if number == signal.SIGINT else "terminated"
+        clear = "\r\x1b[K\x1b[?25h" if os.isatty(2) else ""  # the line of progress goes, the cursor comes back
+        with suppress(OSError):
+            os.write(2, f"{clear}p99lab: {how}: {kept}\n".encode())
+        os._exit(SIGNAL_EXIT_CODE + number)
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, end)
     try:
         yield
-    except KeyboardInterrupt:
-        typer.echo(f"p99lab: interrupted: {kept}", err=True)
-        raise typer.Exit(INTERRUPTED_EXIT_CODE) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

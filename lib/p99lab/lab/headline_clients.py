@@ -152,11 +152,15 @@ class ClientsThere:
 
 @contextlib.contextmanager
 def clients(parameters: Headline01, engine: Engine, asked: Asked) -> Iterator[Clients]:
-    """The clients that `parameters.transport` asks for; what was started for them is gone on leaving."""
+    """The clients that `parameters.transport` asks for; what was started for them is gone on leaving.
+
+    Raises:
+        ServerProcessError: a gateway has ended by itself; the clients, who would wait for it, are ended at once.
+    """
     if parameters.transport == "in-process":
         yield ClientsHere(InProcessTarget(engine, parameters.model), asked)
         return
-    with served(engine) as url, ClientProcess() as process:
+    with ClientProcess() as process, served(engine, on_loss=process.kill) as url:
         yield ClientsThere(process, endpoint(url, OUR_MODEL), asked)
 
 
@@ -174,12 +178,16 @@ def peer_clients(spec: VllmSpec, asked: Asked) -> Iterator[ClientsThere]:
 
 
 @contextlib.contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """An engine of this process behind gateways in processes of their own; yields the URL."""
+def served(engine: Engine, on_loss: Callable[[], object] | None = None) -> Iterator[str]:
+    """An engine of this process behind gateways in processes of their own; yields the URL.
+
+    Args:
+        on_loss: see `serve_from_process`.
+    """
     from p99lab.serving.gateways import serve_from_process
 
     num_gateways = min(MAX_GATEWAYS, max(1, (os.cpu_count() or 1) // CORES_A_GATEWAY))
-    with serve_from_process(engine, model=OUR_MODEL, num_gateways=num_gateways) as url:
+    with serve_from_process(engine, model=OUR_MODEL, num_gateways=num_gateways, on_loss=on_loss) as url:
         yield url
 
 

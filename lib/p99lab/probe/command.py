@@ -22,7 +22,7 @@ from p99lab.probe.options import DEFAULT_MODEL, ProbeOptions
 from p99lab.probe.records import RequestRecord
 from p99lab.probe.stats import Summary, measured, summarise
 from p99lab.probe.targets import InProcessTarget, Target, shared_interpreter
-from p99lab.probe.workload import digest, make_documents, needs_documents, queries
+from p99lab.probe.workload import TraceLoad, digest, make_documents, needs_documents, queries
 
 OnProgress = Callable[[Progress], None]
 Transport = Literal["in-process", "http"]
@@ -146,7 +146,9 @@ def probe(options: ProbeOptions, on_progress: OnProgress | None = None) -> Probe
 
 async def probe_async(options: ProbeOptions, on_progress: OnProgress | None = None) -> ProbeResult:
     """`probe`, inside a running event loop (a notebook's)."""
-    _ = options.load_spec, options.workload  # a parameter that does not fit is found before a model is loaded
+    load, _ = options.load_spec, options.workload  # a parameter that does not fit is found before a model is loaded
+    if isinstance(load, TraceLoad):
+        load.rows()  # and a file that cannot be read
     async with opened(options) as session:
         return await session.measure(options, on_progress)
 

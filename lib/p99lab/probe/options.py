@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -115,13 +116,35 @@ class ProbeOptions(StrictModel):
 
     def _refuse_strangers(self) -> None:
         if self.load == "open" and self.rate is None:
-            raise BadParameterError("an open load needs a rate")
+            raise BadParameterError("an open load needs a rate: --rate")
         if self.load != "open" and self.rate is not None:
             raise BadParameterError(f"a {self.load} load has no rate: add --load open")
         if (self.load == "trace") != (self.trace is not None):
             raise BadParameterError(
                 "a trace load needs a file, and only a trace load has one: --load trace --trace FILE"
             )
+        self._refuse_half_a_ramp()
+
+    def _refuse_half_a_ramp(self) -> None:
+        is_ramp = self.load == "open" and self.arrivals == "ramp"
+        if is_ramp != (self.rate_end is not None):
+            raise BadParameterError(
+                "a ramp needs the rate that it ends with, and only a ramp has one: "
+                "--load open --arrivals ramp --rate-end RATE"
+            )
+        if is_ramp and self._limit_s is None:
+            raise BadParameterError("a ramp needs the seconds that it takes: --duration")
+
+
+def require_key(name: str) -> str:
+    """The name of an environment variable that was asked for by name, and so must hold a key.
+
+    Raises:
+        BadParameterError: it is not set, or empty.
+    """
+    if not os.environ.get(name, "").strip():
+        raise BadParameterError(f"the environment variable '{name}' holds no API key")
+    return name
 
 
 def parse_span(text: str, flag: str) -> Span:

@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -26,6 +24,7 @@ import orjson
 from p99lab.engine.events import TokenEvent
 from p99lab.engine.request import FinishReason
 from p99lab.errors import BadParameterError, EngineClosedError, EngineFailedError, P99labError
+from p99lab.serving import private_socket
 from p99lab.serving.protocol import engine_pb2 as pb
 from p99lab.serving.protocol.link import OPTIONS, SERVICE_NAME
 from p99lab.serving.protocol.messages import EngineRequest, Numbered, read_add, write_events
@@ -42,8 +41,8 @@ NUM_UNARY_THREADS = 2  # for what gateways ask beside their streams
 def engine_service(engine: Engine, num_gateways: int = 1) -> Iterator[str]:
     """Serve an engine to at most `num_gateways` gateways at a time; yields the socket's address for gRPC.
 
-    The socket lies in a directory of its own that only this user may enter. On leaving, gateways lose their streams and
-    what they had asked for is cancelled; the engine is the caller's and stays open.
+    Only this user can reach the socket. On leaving, gateways lose their streams and what they had asked for is
+    cancelled; the engine is the caller's and stays open.
 
     Raises:
         BadParameterError: the engine's clock is not `time.perf_counter`, the one that other processes share.
@@ -53,12 +52,10 @@ def engine_service(engine: Engine, num_gateways: int = 1) -> Iterator[str]:
     executor = ThreadPoolExecutor(num_gateways + NUM_UNARY_THREADS, thread_name_prefix="p99lab-gateway")
     server = grpc.server(executor, options=OPTIONS)
     server.add_generic_rpc_handlers((_handlers(engine),))
-    with tempfile.TemporaryDirectory(prefix="p99lab-", ignore_cleanup_errors=True) as directory:
-        address = f"unix:{Path(directory) / 'engine.sock'}"
-        server.add_insecure_port(address)
+    with private_socket.listening(lambda path: server.add_insecure_port(f"unix:{path}")) as path:
         server.start()
         try:
-            yield address
+            yield f"unix:{path}"
         finally:
             server.stop(grace=None).wait()
             executor.shutdown()

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import orjson
@@ -38,6 +40,7 @@ def serve_from_process(
     api_key: str | None = None,
     drain_timeout_s: float = 5.0,
     num_gateways: int = 1,
+    on_loss: Callable[[], object] | None = None,
 ) -> Iterator[str]:
     """Serve an engine on a free port of the loopback; yields the URL, which ends in `/v1`.
 
@@ -47,17 +50,23 @@ def serve_from_process(
 
     Args:
         model: the name to clients; the engine's own when None.
+        on_loss: called in a thread as soon as a gateway has ended by itself: its clients may wait for ever.
 
     Raises:
-        ServerProcessError: a gateway has not come up, or has ended by itself.
+        ServerProcessError: a gateway has not come up, or (on leaving, whatever was raised within) has ended by itself.
         ModuleNotFoundError: a package of the extra `serve` is missing.
     """
     with contextlib.closing(sockets.bind("127.0.0.1", 0)) as listening:
         name = model or engine.config.model.name
         with gateways(engine, name, listening, drain_timeout_s, api_key, num_gateways) as running:
             running.await_ready()
-            yield sockets.url(listening)
-            running.check()
+            with running.watched(on_loss) if on_loss is not None else contextlib.nullcontext():
+                try:
+                    yield sockets.url(listening)
+                except Exception:
+                    running.check()
+                    raise
+                running.check()
 
 
 def require_packages() -> None:
@@ -98,7 +107,7 @@ def gateways(
         numbers = range(1, num_gateways + 1) if num_gateways > 1 else (None,)
         configs = [config.model_copy(update={"gateway": number}) for number in numbers]
         processes = [leaving.enter_context(_started(each)) for each in configs]
-        running = Gateways(processes, drain_timeout_s)
+        running = leaving.enter_context(contextlib.closing(Gateways(processes, drain_timeout_s)))
         try:
             yield running
         finally:
@@ -112,6 +121,12 @@ class Gateways:
         self._processes = processes
         self._drain_timeout_s = drain_timeout_s
         self._num_stops = 0
+        self._deadline_s = float("inf")  # by then they have ended, or are killed
+        self._told, self._tell = os.pipe()  # a byte each stop, for who waits
+
+    def close(self) -> None:
+        os.close(self._told)
+        os.close(self._tell)
 
     def await_ready(self) -> bool:
         """Return once all take requests. False: they were stopped before.
@@ -133,21 +148,50 @@ class Gateways:
     def stop(self) -> None:
         """Take no new requests, let the others finish; called again: give them up. Safe in a signal handler."""
         number = signal.SIGUSR1 if self._num_stops else signal.SIGTERM
+        patience_s = SHUTDOWN_GRACE_S + (0.0 if self._num_stops else self._drain_timeout_s)
+        self._deadline_s = min(self._deadline_s, time.monotonic() + patience_s)
         self._num_stops += 1
         for process in self._processes:
             process.send_signal(number)
+        os.write(self._tell, b"!")
 
     def wait(self) -> None:
         """Return when all have ended, as they were asked to.
 
         Raises:
-            ServerProcessError: one has ended by itself; the others still run.
+            ServerProcessError: one has ended by itself, or has not ended in time; the others still run.
         """
-        left = list(self._processes)
-        while left:
-            for process in _readable(left, None):
-                self._require_asked(process)
-                left.remove(process)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._told, selectors.EVENT_READ)
+            _register(selector, self._processes)
+            while len(selector.get_map()) > 1:
+                ready = selector.select(self._patience_s())
+                if not ready and time.monotonic() >= self._deadline_s:
+                    raise ServerProcessError("a gateway does not end and is killed: its clients' requests are lost")
+                for key, _ in ready:
+                    if key.data is None:
+                        os.read(self._told, 1)
+                    else:
+                        self._require_asked(key.data)
+                        selector.unregister(key.fileobj)
+
+    @contextlib.contextmanager
+    def watched(self, on_loss: Callable[[], object]) -> Iterator[None]:
+        """Have `on_loss` called in a thread, once, as soon as `wait` would raise. On leaving they are ended."""
+
+        def watch() -> None:
+            try:
+                self.wait()
+            except ServerProcessError:
+                on_loss()
+
+        watching = threading.Thread(target=watch, name="p99lab-gateway-watch", daemon=True)
+        watching.start()
+        try:
+            yield
+        finally:
+            self.end()
+            watching.join()
 
     def check(self) -> None:
         """
@@ -161,12 +205,15 @@ class Gateways:
         """Stop all and wait for them; those that take longer than the drain allows are killed."""
         if not self._num_stops:
             self.stop()
-        deadline_s = time.monotonic() + self._drain_timeout_s + SHUTDOWN_GRACE_S
         for process in self._processes:
             try:
-                process.wait(max(0.0, deadline_s - time.monotonic()))
+                process.wait(self._patience_s())
             except subprocess.TimeoutExpired:
                 process.kill()
+
+    def _patience_s(self) -> float | None:
+        """Until the deadline; None before the first stop."""
+        return max(0.0, self._deadline_s - time.monotonic()) if self._num_stops else None
 
     def _require_asked(self, process: subprocess.Popen[bytes]) -> None:
         if not self._num_stops:
@@ -205,7 +252,11 @@ def _next_line(process: subprocess.Popen[bytes], deadline_s: float) -> str | Non
 def _readable(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float | None) -> list[subprocess.Popen[bytes]]:
     """Those whose stdout can be read: what has said all that it had to say is readable only when it has ended."""
     with selectors.DefaultSelector() as selector:
-        for process in processes:
-            assert process.stdout is not None
-            selector.register(process.stdout, selectors.EVENT_READ, process)
+        _register(selector, processes)
         return [key.data for key, _ in selector.select(timeout_s)]
+
+
+def _register(selector: selectors.BaseSelector, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        assert process.stdout is not None
+        selector.register(process.stdout, selectors.EVENT_READ, process)

@@ -42,6 +42,7 @@ def test_an_engine_in_process_is_measured_whole(directory: Path, changes: dict[s
     assert all(record.outcome is Outcome.OK for record in counted)
     assert all(record.num_output_tokens == record.max_tokens == len(record.token_times_s) for record in counted)
     assert result.summary.hit_rates.verdict == "as declared"
+    assert {record.first_byte_s for record in counted} == {None}
     assert result.summary.metrics["queue_time"].n == result.summary.metrics["e2e"].n
     for record in counted:
         shares = attribution(record)

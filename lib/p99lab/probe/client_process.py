@@ -53,8 +53,6 @@ _ERRORS = (P99labError, BadParameterError, ModelError, TargetError)
 class ClientProcessError(P99labError):
     """The clients' process ended before its run did: nothing of the run is left."""
 
-    exit_code = TargetError.exit_code
-
 
 class ClientJob(StrictModel):
     """One run, in plain values.

@@ -1,8 +1,25 @@
-"""The driver: sends a load's queries to a target and records what each client sees."""
+"""The driver: sends a load's queries to a target and records what each client sees.
+
+When a request counts as sent (`send_s`), and what is the client's lateness:
+
+- Open load, over connections: when the transport has taken the request's first byte. Each request has a connection of
+  its own, begun `CONNECT_AHEAD_S` before the intended arrival, so that it is there by then, as in a client's pool.
+  Where it is not, `send_s` is when the client had come to the arrival and could only wait for it. Lateness, `send_s -
+  intended_s`, is thus all that passes in the client; the time that network and server take to connect is left out of it
+  and is in every latency, also in those from send (it is `first_byte_s - send_s`). A connection that the client began
+  less than `CONNECT_LATEST_S` ahead excuses nothing: then `send_s` is the first byte's time, whatever was waited for.
+- Closed load: when the client begins, before it connects. A server that is slow to connect or to accept has that in its
+  latency, and the client's own work up to the first byte besides.
+- In process: when the request is submitted.
+
+From its first byte to its last (`last_byte_s`) a request is under way. That takes as long as its body is large, as the
+server is slow to read, and as bodies that came before it still have to be written: no lateness, but in every latency.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +28,13 @@ from dataclasses import dataclass, field
 
 from p99lab.probe.ahead import Ahead, Answer
 from p99lab.probe.records import Outcome, Phase, RequestRecord
-from p99lab.probe.targets import Chunk, RequestError, Served, Target
+from p99lab.probe.targets import Chunk, Outgoing, RequestError, Served, Target
 from p99lab.probe.workload import ClosedLoad, Load, Query, with_end
 
 Clock = Callable[[], float]
+
+CONNECT_AHEAD_S = 0.05
+CONNECT_LATEST_S = 0.01  # ten times what connecting takes on one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +95,9 @@ async def drive(
     ahead = Ahead(queries, load, target.send)
     await ahead.make_first()
     before = await target.counters()
-    sending = _Sending(load, ahead, on_progress, clock, spin_s, min(hold_s, spin_s))
+    connects_ahead = target.transport == "http" and not isinstance(load, ClosedLoad)
+    lead_s = CONNECT_AHEAD_S if connects_ahead else 0.0
+    sending = _Sending(load, ahead, on_progress, clock, lead_s, spin_s, min(hold_s, spin_s))
     try:
         await sending.run()
     except BaseExceptionGroup as group:
@@ -92,9 +114,17 @@ def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 
 @dataclass(slots=True)
-class _Tape:
-    """What arrived of one answer, and when."""
+class _Exchange:
+    """One query: when it was begun and sent, what arrived of its answer, and when."""
 
+    query: Query
+    answer: Answer
+    phase: Phase
+    client: int | None
+    intended_s: float | None = None
+    begun_s: float = math.inf
+    send_s: float | None = None
+    sent: asyncio.Event = field(default_factory=asyncio.Event)
     times_s: list[float] = field(default_factory=list)
     served: Served = field(default_factory=Served)
 
@@ -118,12 +148,14 @@ class _Sending:
     ahead: Ahead
     on_progress: Callable[[Progress], None] | None
     clock: Clock
+    lead_s: float  # before the clock of the records stands at 0, the time of a first arrival
     spin_s: float
     hold_s: float
     records: list[RequestRecord] = field(default_factory=list)
     origin_s: float = 0.0
     began_unix_s: float = 0.0
-    due_s: float = math.inf  # the next arrival of an open load
+    next_s: float = math.inf  # the arrival of an open load that is waited for
+    held: list[tuple[float, int, _Exchange, Outgoing]] = field(default_factory=list)  # a heap, the next to go first
     num_taken: int = 0
     num_in_flight: int = 0
     measured_in_flight: int = 0
@@ -133,7 +165,7 @@ class _Sending:
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self) -> None:
-        self.began_unix_s, self.origin_s = time.time(), self.clock()
+        self.began_unix_s, self.origin_s = time.time() + self.lead_s, self.clock() + self.lead_s
         async with asyncio.TaskGroup() as group:
             if isinstance(self.load, ClosedLoad):
                 clients = range(self.load.concurrency)
@@ -152,7 +184,11 @@ class _Sending:
 
     async def client(self, load: ClosedLoad, number: int) -> None:
         while (taken := self.take()) is not None:
-            await self.exchange(*taken, self.begin(taken[0], self.now_s()), number)
+            exchange = _Exchange(*taken, self.begin(taken[0], self.now_s()), number)
+            if isinstance(exchange.answer, Outgoing):
+                exchange.answer.prepare(self.now_s, hold=False)
+            self.sent(exchange)
+            await self.follow(exchange)
             await asyncio.sleep(load.think_time_s)  # even 0 lets the others run, should a target never wait
 
     async def arrivals(self) -> None:
@@ -166,10 +202,37 @@ class _Sending:
         query, answer = taken
         intended_s = query.intended_s if query.intended_s is not None else self.now_s()
         phase = self.begin(query, intended_s)  # before its time: the run must not end while it is owed
-        self.due_s = intended_s
-        await self.sleep_until(intended_s)
-        group.create_task(self.arrival(group))  # begins after this one is sent
-        await self.exchange(query, answer, phase, None)
+        exchange = _Exchange(query, answer, phase, None, intended_s)
+        self.next_s = intended_s
+        if isinstance(answer, Outgoing):
+            await asyncio.sleep(max(0.0, intended_s - CONNECT_AHEAD_S - self.now_s()))
+            answer.prepare(self.now_s, hold=True)
+            heapq.heappush(self.held, (intended_s, self.num_taken, exchange, answer))
+            group.create_task(self.follow(exchange))
+            group.create_task(self.arrival(group))
+            await self.sleep_until(intended_s)
+        else:
+            await self.sleep_until(intended_s)
+            group.create_task(self.arrival(group))  # begins after this one is sent
+            self.sent(exchange)
+            await self.follow(exchange)
+
+    @property
+    def due_s(self) -> float:
+        """The next arrival of an open load that is known of."""
+        return self.held[0][0] if self.held else self.next_s
+
+    def let_go(self) -> None:
+        """Send all that is due, in order. Any task does it for any other, whose turn may come later."""
+        while self.held and self.held[0][0] <= self.now_s():
+            *_, exchange, outgoing = heapq.heappop(self.held)
+            outgoing.release()
+            self.sent(exchange)
+
+    def sent(self, exchange: _Exchange) -> None:
+        exchange.send_s = self.now_s()
+        exchange.sent.set()
+        self.num_in_flight += 1
 
     async def close_at(self, duration_s: float) -> None:
         await self.sleep_until(duration_s)
@@ -177,8 +240,10 @@ class _Sending:
 
     async def sleep_until(self, at_s: float) -> None:
         while (left_s := at_s - self.now_s()) > 0:
+            self.let_go()
             if left_s > self.hold_s:
                 await asyncio.sleep(max(0.0, left_s - self.spin_s))
+        self.let_go()
 
     def take(self) -> tuple[Query, Answer] | None:
         """The next query and its request; None when there is nothing left to send for."""
@@ -222,28 +287,32 @@ class _Sending:
         if self.window_closed and self.measured_in_flight == 0:
             self.finished.set()
 
-    async def exchange(self, query: Query, answer: Answer, phase: Phase, client: int | None) -> None:
-        """Send one query and record what comes back, also when this is cancelled."""
-        tape, end = _Tape(), _End(Outcome.CANCELLED)
-        send_s = self.now_s()
-        self.num_in_flight += 1
+    async def follow(self, exchange: _Exchange) -> None:
+        """One query to its end, and its record, also when this is cancelled; none where it was not sent."""
+        end = _End(Outcome.CANCELLED)
+        exchange.begun_s = self.now_s()
         try:
-            end = await self.answered(answer, tape)
+            end = await self.answered(exchange)
+            await exchange.sent.wait()  # what fails before its time counts from then
         finally:
-            self.num_in_flight -= 1
-            self.keep(_record(query, phase, client, send_s, self.now_s(), tape, end))
+            if exchange.send_s is not None:
+                self.num_in_flight -= 1
+                self.keep(_record(exchange, exchange.send_s, self.now_s(), end))
 
-    async def answered(self, answer: Answer, tape: _Tape) -> _End:
-        """How an answer ended; what came of it is on the tape."""
+    async def answered(self, exchange: _Exchange) -> _End:
+        """How an answer ended."""
         load, now = self.load, asyncio.get_running_loop().time
-        ends_at, idle_s = now() + load.timeout_s, load.idle_timeout_s
+        early_s = 0.0 if exchange.intended_s is None else max(0.0, exchange.intended_s - self.now_s())
+        begins_at = now() + early_s
+        ends_at, idle_s = begins_at + load.timeout_s, load.idle_timeout_s
         try:
             async with (
-                asyncio.timeout_at(ends_at if idle_s is None else min(ends_at, now() + idle_s)) as limit,
-                aclosing(answer) as chunks,
+                asyncio.timeout_at(ends_at if idle_s is None else min(ends_at, begins_at + idle_s)) as limit,
+                aclosing(exchange.answer) as chunks,
             ):
                 async for chunk in chunks:
-                    tape.add(chunk, self.now_s())
+                    exchange.add(chunk, self.now_s())
+                    self.let_go()
                     if idle_s is not None:
                         limit.reschedule(min(ends_at, now() + idle_s))
         except TimeoutError:
@@ -251,7 +320,7 @@ class _Sending:
             return _End(Outcome.TIMEOUT, f"no end after {load.timeout_s:g} s" if whole else f"nothing for {idle_s:g} s")
         except RequestError as failure:
             return _End(failure.outcome, failure.kind, failure.detail)
-        return _End(Outcome.OK) if tape.times_s else _End(Outcome.ERROR, "empty answer")
+        return _End(Outcome.OK) if exchange.times_s else _End(Outcome.ERROR, "empty answer")
 
     def keep(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -264,28 +333,25 @@ class _Sending:
         self.finish_if_done()
 
 
-def _record(
-    query: Query,
-    phase: Phase,
-    client: int | None,
-    send_s: float,
-    end_s: float,
-    tape: _Tape,
-    end: _End,
-) -> RequestRecord:
-    served, timeline = tape.served, tape.served.timeline
+def _record(exchange: _Exchange, send_s: float, end_s: float, end: _End) -> RequestRecord:
+    query, served, timeline = exchange.query, exchange.served, exchange.served.timeline
+    outgoing = exchange.answer if isinstance(exchange.answer, Outgoing) else None
+    first_byte_s = outgoing.first_byte_s if outgoing else None
+    intended_s = exchange.intended_s
+    if intended_s is not None and first_byte_s is not None and exchange.begun_s > intended_s - CONNECT_LATEST_S:
+        send_s = max(send_s, first_byte_s)
     num_prompt_tokens = served.num_prompt_tokens if served.num_prompt_tokens is not None else query.prompt.num_tokens
     document_share = query.num_document_tokens / max(1, query.prompt.num_tokens)  # lengths may be estimates
     return RequestRecord(
         index=query.index,
-        phase=phase,
+        phase=exchange.phase,
         document=query.document,
-        client=client,
+        client=exchange.client,
         intended_s=query.intended_s,
         send_s=send_s,
-        first_token_s=tape.times_s[0] if tape.times_s else None,
+        first_token_s=exchange.times_s[0] if exchange.times_s else None,
         end_s=end_s,
-        token_times_s=tuple(tape.times_s),
+        token_times_s=tuple(exchange.times_s),
         outcome=end.outcome,
         error=end.error,
         error_detail=end.detail,
@@ -294,7 +360,7 @@ def _record(
         num_prompt_tokens_sent=None if query.prompt.token_ids is None else query.prompt.num_tokens,
         num_document_tokens=round(document_share * num_prompt_tokens),
         num_cached_tokens=served.num_cached_tokens,
-        num_output_tokens=served.num_output_tokens if served.num_output_tokens is not None else len(tape.times_s),
+        num_output_tokens=served.num_output_tokens if served.num_output_tokens is not None else len(exchange.times_s),
         prompt_digest=query.prompt.digest,
         queue_s=timeline.queue_s if timeline else None,
         prefill_s=timeline.prefill_s if timeline else None,
@@ -302,4 +368,6 @@ def _record(
         stalled_s=timeline.stalled_s if timeline else None,
         scheduling_s=timeline.scheduling_s if timeline else None,
         num_preemptions=timeline.num_preemptions if timeline else None,
+        first_byte_s=first_byte_s,
+        last_byte_s=outgoing.last_byte_s if outgoing else None,
     )

@@ -6,13 +6,16 @@ import asyncio
 import errno
 import os
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing, suppress
+from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import aiohttp
 import orjson
+from aiohttp.abc import AbstractStreamWriter
 
 from p99lab.errors import BadParameterError, did_you_mean
 from p99lab.probe.answers import Chunk, RequestError, Served
@@ -29,8 +32,6 @@ Endpoint = Literal["completions", "chat"]
 CONNECT_TIMEOUT_S = 10.0
 MAX_COMPLAINT_BYTES = 16 << 10
 MAX_LISTED = 8
-PIECE_BYTES = 128 << 10  # 0.8 MB at once would take the event loop for 0.3 to 0.5 ms
-TURNS = 3  # of the event loop that others have before a request begins, and before a piece: who is due begins first
 READ_BUFFER_BYTES = 1 << 20  # a connection is not read while twice as much waits for its client
 MAX_HEAD_BYTES = 64 << 10  # a line of an answer's head
 
@@ -49,9 +50,9 @@ class OpenAITarget:
     """An endpoint behind `/v1/completions` or `/v1/chat/completions`, streaming, over HTTP.
 
     Token counts come from the server's `usage`, an answer's from `tokenize` where the server gives none. A chunk of
-    text counts as one arrival, whatever it bundles. A refused request is not sent again. The key is read from the
-    environment when a request is made and kept nowhere. Proxies of the environment are not used: they would be measured
-    too.
+    text counts as one arrival, whatever it bundles. A refused request is not sent again. What `send` gives is
+    `Outgoing`. The key is read from the environment when a request is made and kept nowhere. Proxies of the environment
+    are not used: they would be measured too.
 
     Args:
         base_url: with or without `/v1`.
@@ -128,15 +129,14 @@ class OpenAITarget:
     def send(self, query: Query) -> AsyncGenerator[Chunk, None]:
         if self._session is None:
             raise RuntimeError("open() the target before sending to it")
-        return self._answer(self._session, orjson.dumps(self._body(query)))
+        body = _Body(orjson.dumps(self._body(query)))
+        return _Request(body, self._answer(self._session, body))
 
-    async def _answer(self, session: aiohttp.ClientSession, body: bytes) -> AsyncGenerator[Chunk, None]:
+    async def _answer(self, session: aiohttp.ClientSession, body: _Body) -> AsyncGenerator[Chunk, None]:
         url = f"{self.base_url}/{'completions' if self.endpoint == 'completions' else 'chat/completions'}"
-        headers = {**self._headers(), "content-length": str(len(body))}
         served: Served | None = None
-        await _give_way()
         try:
-            async with session.post(url, data=_pieces(body), headers=headers, allow_redirects=False) as response:
+            async with session.post(url, data=body, headers=self._headers(), allow_redirects=False) as response:
                 _end_with_connection(response)
                 await self._refuse(response)
                 async with aclosing(chunks(response.content.iter_any(), self.tokenize)) as answer:
@@ -186,7 +186,7 @@ class OpenAITarget:
             async with session.get(
                 url, headers=self._headers(), timeout=limit, allow_redirects=False, middlewares=(_only_once,)
             ) as response:
-                status, listed = response.status, await response.read()
+                status, kind, listed = response.status, response.content_type, await response.read()
         except aiohttp.ClientConnectorError as error:
             raise TargetError(f"{self.base_url} does not answer: {connect_failure(error)}") from None
         except TimeoutError:
@@ -198,7 +198,8 @@ class OpenAITarget:
         owners = _model_owners(listed)
         names = list(owners)
         if self.model is None and not names:
-            raise BadParameterError(f"{self.base_url} lists no models: name one with --model")
+            why = f" (http {status}, {kind})" if status != 200 or kind != "application/json" else ""
+            raise BadParameterError(f"{url} lists no models{why}: name one with --model")
         if self.model is not None and names and self.model not in names:
             near = did_you_mean(self.model, names)
             raise TargetError(f"{self.base_url} has no model '{self.model}'{near} (it lists: {_listed(names)})")
@@ -252,17 +253,80 @@ class OpenAITarget:
                 self._totals[name] = self._totals.get(name, 0) + number
 
 
-async def _pieces(body: bytes) -> AsyncIterator[memoryview]:
-    """A request's body, piece by piece."""
-    whole = memoryview(body)
-    for begin in range(0, len(body), PIECE_BYTES):
-        await _give_way()
-        yield whole[begin : begin + PIECE_BYTES]
+class _Body(aiohttp.Payload):
+    """A request's body, and when the request goes out: aiohttp keeps the head back until it is asked to send it.
+
+    The body follows its head in the next turn of the event loop, all at once as far as the connection takes it. Pieces
+    with turns for others between them arrive later, and let nobody else begin sooner (`release` needs no turn).
+    """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(content, content_type="application/json")
+        self._size = len(content)
+        self._writer: AbstractStreamWriter | None = None  # there is a connection
+        self._released = asyncio.Event()
+        self._released.set()
+        self.now: Callable[[], float] = time.perf_counter
+        self.first_byte_s: float | None = None
+        self.last_byte_s: float | None = None
+
+    def hold(self) -> None:
+        self._released.clear()
+
+    def release(self) -> None:
+        self._released.set()
+        if self._writer is not None:
+            with suppress(aiohttp.ClientError):  # the connection is closed: `write` says so
+                self._send_head(self._writer)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        self._writer = writer
+        if self._released.is_set():
+            self._send_head(writer)
+        await self._released.wait()
+        await writer.write(self._value)
+        self.last_byte_s = self.now()
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        content: bytes = self._value
+        return content.decode(encoding, errors)
+
+    def _send_head(self, writer: AbstractStreamWriter) -> None:
+        writer.send_headers()
+        self.first_byte_s = self.now()
 
 
-async def _give_way() -> None:
-    for _ in range(TURNS):
-        await asyncio.sleep(0)
+class _Request(AsyncGenerator[Chunk, None]):
+    """A request's answer, and the way out of its body: what `Outgoing` asks for."""
+
+    def __init__(self, body: _Body, answer: AsyncGenerator[Chunk, None]) -> None:
+        self._body = body
+        self._answer = answer
+
+    @property
+    def first_byte_s(self) -> float | None:
+        return self._body.first_byte_s
+
+    @property
+    def last_byte_s(self) -> float | None:
+        return self._body.last_byte_s
+
+    def prepare(self, now: Callable[[], float], *, hold: bool) -> None:
+        self._body.now = now
+        if hold:
+            self._body.hold()
+
+    def release(self) -> None:
+        self._body.release()
+
+    async def asend(self, value: None) -> Chunk:
+        return await self._answer.asend(value)
+
+    async def athrow(self, kind: Any, value: Any = None, traceback: TracebackType | None = None) -> Chunk:
+        return await self._answer.athrow(kind, value, traceback)
+
+    async def aclose(self) -> None:
+        await self._answer.aclose()
 
 
 def _end_with_connection(response: aiohttp.ClientResponse) -> None:

@@ -30,11 +30,14 @@ class Outcome(enum.StrEnum):
 class RequestRecord:
     """What happened to one request, as its client saw it.
 
-    `intended_s` is the arrival that an open load meant, None in a closed one. `token_times_s` holds one time per
-    token, or per chunk where a server bundles tokens (`num_output_tokens` counts tokens). `error` is one of few kinds,
-    `error_detail` what the target said besides. `num_prompt_tokens` is the target's count where it gives one,
-    `num_prompt_tokens_sent` ours (None where we could only estimate): their difference is the drift. The five shares
-    and `num_preemptions` are the engine's own account (`engine.request.Timeline`), None where the target gives none.
+    `intended_s` is the arrival that an open load meant, None in a closed one. `send_s`: when its client had sent the
+    first byte, or would have, had there been a connection; when it began, in a closed load and in process (the rule is
+    in `probe.load`). `first_byte_s`, `last_byte_s`: when the transport had taken them, None where it never was or there
+    is none. `token_times_s` holds one time per token, or per chunk where a server bundles tokens (`num_output_tokens`
+    counts tokens). `error` is one of few kinds, `error_detail` what the target said besides. `num_prompt_tokens` is the
+    target's count where it gives one, `num_prompt_tokens_sent` ours (None where we could only estimate): their
+    difference is the drift. The five shares and `num_preemptions` are the engine's own account
+    (`engine.request.Timeline`), None where the target gives none.
     """
 
     index: int
@@ -62,6 +65,8 @@ class RequestRecord:
     num_preemptions: int | None = None
     num_prompt_tokens_sent: int | None = None
     error_detail: str | None = None
+    first_byte_s: float | None = None
+    last_byte_s: float | None = None
 
     @property
     def start_s(self) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from p99lab.engine.interpreter import shared_interpreter as shared_interpreter
 from p99lab.engine.request import FinishReason, IntArray, SamplingParams
@@ -28,6 +28,7 @@ class Target(Protocol):
     """A thing that answers queries. `counters` gives running totals, empty where the target reports none.
 
     `send` makes a request of the query, which may take a millisecond; it goes out when the first chunk is asked for.
+    What it gives is `Outgoing` as well where requests are written to connections.
     """
 
     @property
@@ -42,6 +43,26 @@ class Target(Protocol):
     async def prime(self, documents: Sequence[Document]) -> None: ...
     async def counters(self) -> dict[str, int]: ...
     def send(self, query: Query) -> AsyncGenerator[Chunk, None]: ...
+
+
+@runtime_checkable
+class Outgoing(Protocol):
+    """An answer's other side: its request, which is written to a connection. One that is held back connects when the
+    first chunk is asked for, and sends nothing before it is released.
+
+    `first_byte_s`, `last_byte_s`: when the transport had taken the request's first and its last byte, by the clock of
+    `prepare`; None before.
+    """
+
+    @property
+    def first_byte_s(self) -> float | None: ...
+    @property
+    def last_byte_s(self) -> float | None: ...
+    def prepare(self, now: Callable[[], float], *, hold: bool) -> None:
+        """Before the first chunk is asked for: the clock, and whether to hold the request back."""
+
+    def release(self) -> None:
+        """Let the request go: where there is a connection, its first byte is sent when this returns."""
 
 
 async def prime(target: Target, documents: Sequence[Document]) -> None:

@@ -260,6 +260,27 @@ def test_a_bar_says_why_it_is_not_judged(measured: Headline) -> None:
     assert found[headline_bars.CHURN_TTFT.figure] == "not cold"
 
 
+def test_goodput_that_is_known_between_two_rates_only_is_neither_held_nor_missed(measured: Headline) -> None:
+    light, peer = _block(FULL, "open 6.2/s", 6.2, 0.3), _block("vLLM", "open 50 %", 4.0, 1.5)
+    unknown = _few(_block(FULL, "open 50/s", 50.0, 0.9), 300)
+    found = _verdicts(measured, light, unknown, _block(FULL, "open 90 %", 63.0, 2.5), peer)
+    assert found[headline_bars.GOODPUT.figure] == "missed, by its value alone"  # somewhere from 6.2 to 63
+    assert found[headline_bars.GOODPUT_TIMES.figure] == "cannot tell"  # nothing bounds the peer's
+    found = _verdicts(measured, light, _block(FULL, "open 40/s", 40.0, 2.5), peer)
+    assert found[headline_bars.GOODPUT.figure] == "missed"
+
+
+def test_failed_requests_hold_no_bar(measured: Headline) -> None:
+    half = _block(FULL, "open 50 %", 35.0, 0.4)
+    records = tuple(
+        dataclasses.replace(record, outcome=Outcome.ERROR) if record.index % 40 == 0 else record
+        for record in half.run.records
+    )
+    run = dataclasses.replace(half.run, records=records)
+    failing = dataclasses.replace(half, run=run, summary=summarise(run, OpenLoad(num_requests=800, rate=35.0)))
+    assert _verdicts(measured, failing)[headline_bars.HALF_P99.figure] == "20 of 800 failed"
+
+
 def test_a_short_or_drifting_closed_load_is_not_judged(measured: Headline) -> None:
     closed = _block(FULL, "closed", 70.0, 0.9)
     assert _verdicts(measured, closed)[headline_bars.CLOSED_P99.figure].startswith("too short: 800 requests in 11 s")

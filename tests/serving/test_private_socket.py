@@ -63,10 +63,20 @@ def test_nothing_is_left_of_one_whose_process_is_killed(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+def test_a_handle_counts_only_if_another_process_connects_by_it(folder: Path) -> None:
+    nobody = folder / "nobody.sock"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(nobody))
+        assert not private_socket._is_reached_by_others(nobody)
+        server.listen()
+        assert private_socket._is_reached_by_others(nobody)
+    nobody.unlink()
+
+
 def test_a_long_path_for_temporary_files_is_not_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(folder / ("long" * 25)))
     found: list[Path] = []
-    monkeypatch.setattr(private_socket, "_connect", lambda path: 1)
+    monkeypatch.setattr(private_socket, "_is_reached_by_others", lambda path: False)
     with private_socket.listening(lambda path: (found.append(path), path.touch())):
         assert {len(str(path)) for path in found} == {len("/tmp/p99lab-12345678/engine.sock")}
     assert not any(path.exists() for path in found)
@@ -75,7 +85,7 @@ def test_a_long_path_for_temporary_files_is_not_used(folder: Path, monkeypatch: 
 def test_one_that_needs_a_name_has_it_where_only_this_user_may_enter(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(private_socket, "_connect", lambda path: 1)
+    monkeypatch.setattr(private_socket, "_is_reached_by_others", lambda path: False)
     servers: list[socket.socket] = []
 
     def listen(path: Path) -> None:

@@ -25,6 +25,7 @@ MODEL, DTYPE, DOCUMENTS, CLIENTS, SLO_S = "dummy:llama-3.1-8b", "bfloat16", 4, 6
 LEAST_LENGTHS = (117_000, 48, 16)  # of a document, a question, an answer
 CLOSED_REQUESTS, CLOSED_S = 5000, 120.0
 COLD_DOCUMENTS, COLD_EVERY_S = 5, 60.0
+MOST_FAILED = 0.01  # more, and they are the P99
 COLUMNS = ("figure", "bar", "measured", "low", "high", "n", "verdict")
 BY_VALUE = "by its value alone"
 
@@ -110,11 +111,11 @@ def _closed(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
 
 def _open(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
     rates = goodput_table(headline).set_index("arm")
-    ours, theirs = _number(rates["at least/s"].get(full.name)), _number(rates["below/s"].get(PEER))
+    (ours, ours_below), (theirs, theirs_below) = (_goodput(rates, arm) for arm in (full.name, PEER))
     is_run, is_compared = full.name in rates.index, {full.name, PEER} <= set(rates.index)
-    yield GOODPUT.judge(Measured.exact(ours, without=None if is_run else "not run"))
-    times = ours / theirs if ours is not None and theirs else None
-    yield GOODPUT_TIMES.judge(Measured.exact(times, without=None if is_compared else "not run"))
+    yield GOODPUT.judge(Measured(ours, ours, ours_below, without=None if is_run else "not run"))
+    times, times_below = _quotient(ours, theirs_below), _quotient(ours_below, theirs)
+    yield GOODPUT_TIMES.judge(Measured(times, times, times_below, without=None if is_compared else "not run"))
     half = headline.cell(full.name, "open 50 %")
     yield HALF_P99.judge(_latency(half, "p99", _unjudged(half)))
 
@@ -130,6 +131,15 @@ def _churn(headline: Headline, full: Arm) -> Iterator[dict[str, Any]]:
         times = Measured(ratios.ratio(*p99), *ratios.bounds(*p99), p99[0].n, times.without)
     yield CHURN_TIMES.judge(times)
     yield CHURN_TTFT.judge(Measured.exact(max(waits, default=None), len(waits), without))
+
+
+def _goodput(rates: pd.DataFrame, arm: str) -> tuple[float | None, float | None]:
+    """At least so much, and less than so much."""
+    return _number(rates["at least/s"].get(arm)), _number(rates["below/s"].get(arm))
+
+
+def _quotient(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
 
 
 def idle_share(cell: Cell) -> float | None:
@@ -155,6 +165,8 @@ def _unjudged(cell: Cell | None) -> str | None:
         return "not run"
     if cell.void:
         return "void"
+    if (latency := cell.metrics["e2e"]).num_failed > MOST_FAILED * latency.n:
+        return f"{latency.num_failed} of {latency.n} failed"
     is_steady = all(block.summary.steady_window.verdict == "steady" for block in cell.blocks)
     return None if is_steady else "not steady"
 

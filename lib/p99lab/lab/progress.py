@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -27,7 +28,7 @@ _WIDEST_WORD = 30
 
 
 class ConsoleProgress:
-    """An observer of cells; use it as a context manager around the run."""
+    """An observer of cells; use it as a context manager around the run. A terminal that goes away fails no run."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -37,20 +38,24 @@ class ConsoleProgress:
         self._heading = ""
 
     def __enter__(self) -> Self:
-        self._live.start()
+        with suppress(OSError):
+            self._live.start()
         return self
 
     def __exit__(
         self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
     ) -> None:
-        self._live.stop()
+        with suppress(OSError):
+            self._live.stop()
 
     def cell_started(self, number: int, total: int, heading: str) -> None:
         self._heading = heading
-        self._live.reset(self._task, description=escape(f"[{number}/{total}] {heading}"))
+        with suppress(OSError):
+            self._live.reset(self._task, description=escape(f"[{number}/{total}] {heading}"))
 
     def cell_ended(self, number: int, total: int, status: str, seconds: float) -> None:
-        self._console.print(escape(f"[{number}/{total}] {self._heading}: {status} in {seconds:.1f} s"))
+        with suppress(OSError):
+            self._console.print(escape(f"[{number}/{total}] {self._heading}: {status} in {seconds:.1f} s"))
 
 
 def print_outcome(outcome: Outcome, console: Console) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -34,17 +35,33 @@ def listening(listen: Callable[[Path], object]) -> Iterator[Path]:
     with contextlib.ExitStack() as kept:
         path = _new_directory(kept) / _NAME
         listen(path)
-        if sys.platform == "linux":
-            handle = os.open(path, os.O_PATH)
-            kept.callback(os.close, handle)
+        if (nameless := _handle(path, kept)) is not None:
             path.unlink()
-            nameless = Path(f"/proc/{os.getpid()}/fd/{handle}")
-            if _connect(nameless) == 0:
+            if _is_reached_by_others(nameless):
                 path.parent.rmdir()
                 path = nameless
             else:
                 listen(path)
         yield path
+
+
+def _handle(path: Path, kept: contextlib.ExitStack) -> Path | None:
+    """Another way to a socket than by its name; None where there is none."""
+    if sys.platform != "linux":
+        return None
+    try:
+        handle = os.open(path, os.O_PATH)
+    except OSError:
+        return None
+    kept.callback(os.close, handle)
+    return Path(f"/proc/{os.getpid()}/fd/{handle}")
+
+
+def _is_reached_by_others(path: Path) -> bool:
+    """Whether another process of this user connects by it: this one's own handles are always open to itself."""
+    trial = "import socket, sys; socket.socket(socket.AF_UNIX).connect(sys.argv[1])"
+    command = [sys.executable, "-I", "-S", "-c", trial, str(path)]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def _new_directory(kept: contextlib.ExitStack) -> Path:

@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -270,9 +270,9 @@ def _as_if_the_headline_had_this_model(monkeypatch: pytest.MonkeyPatch) -> list[
     seen: list[SchedulerConfig] = []
 
     @contextmanager
-    def watched(engine: Engine) -> Iterator[str]:
+    def watched(engine: Engine, on_loss: Callable[[], object]) -> Iterator[str]:
         seen.append(engine.config.scheduler)
-        with served(engine) as url:
+        with served(engine, on_loss) as url:
             yield url
 
     monkeypatch.setattr(h200_scheduling, "headline", lambda: same)

@@ -46,6 +46,7 @@ from p99lab.lab.vllm_server import MODEL as PEER_MODEL
 from p99lab.lab.vllm_server import VllmSpec, vllm_server
 from p99lab.observe.ceilings import Sizes, ceilings, device_ceilings
 from p99lab.observe.hardware import has_gpu
+from p99lab.probe.client_process import ClientProcess
 
 DEVICE_SIZES = Sizes(buffer_mib=4096, matmul_size=8192, disk_mib=1, launches=1000, repeats=7)
 HOST_SIZES = Sizes(buffer_mib=64, matmul_size=512, disk_mib=1, launches=1, repeats=3)
@@ -121,8 +122,8 @@ def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: 
             yield from report.in_process(case, ours)
         if cases & OVER_HTTP:
             ours.schedule(h200_scheduling.over_http(bench))
-            with served(engine) as url:
-                found_there = h200_http.measure(bench, cases, endpoint(url, OUR_MODEL), prime=False, tell=tell)
+            with ClientProcess() as clients, served(engine, on_loss=clients.kill) as url:
+                found_there = h200_http.measure(bench, cases, clients, endpoint(url, OUR_MODEL), prime=False, tell=tell)
                 yield from (report.row(case, sample) for case, sample in found_there)
 
 
@@ -173,10 +174,14 @@ def measure_peers(
 
 def _measure_vllm(bench: H200Bench, cases: frozenset[str], url: str, peers: Peers, tell: Tell) -> None:
     server = endpoint(url, PEER_MODEL)
-    for case, sample in h200_http.measure(bench, cases, server, prime=True, tell=lambda line: tell(f"vLLM, {line}")):
-        peers.vllm[case] = sample
-        if sample.failed is not None:
-            tell(f"vLLM, {case}: {sample.failed}")
+    with ClientProcess() as clients:
+        found_there = h200_http.measure(
+            bench, cases, clients, server, prime=True, tell=lambda line: tell(f"vLLM, {line}")
+        )
+        for case, sample in found_there:
+            peers.vllm[case] = sample
+            if sample.failed is not None:
+                tell(f"vLLM, {case}: {sample.failed}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ class _Case:
 
 
 def measure(
-    bench: H200Bench, cases: Iterable[str], server: TargetSpec, prime: bool, tell: Tell
+    bench: H200Bench, cases: Iterable[str], clients: ClientProcess, server: TargetSpec, prime: bool, tell: Tell
 ) -> Iterator[tuple[str, Sample]]:
     """What the clients of a server see, case by case as soon as it is known.
 
@@ -75,13 +75,12 @@ def measure(
     Raises:
         TargetError: the server cannot be reached.
     """
-    with ClientProcess() as clients:
-        for name in (name for name in CASES if name in OVER_HTTP and name in cases):
-            tell(f"{name}: {CASES[name]}")
-            needs_priming = prime and name in ON_DOCUMENTS
-            run = clients.run(_job(bench, name, server, needs_priming))
-            prime = prime and not needs_priming
-            yield name, sample(bench, name, measured(run.records))
+    for name in (name for name in CASES if name in OVER_HTTP and name in cases):
+        tell(f"{name}: {CASES[name]}")
+        needs_priming = prime and name in ON_DOCUMENTS
+        run = clients.run(_job(bench, name, server, needs_priming))
+        prime = prime and not needs_priming
+        yield name, sample(bench, name, measured(run.records))
 
 
 def sample(bench: H200Bench, name: str, records: Sequence[RequestRecord]) -> Sample:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
-import select
 import signal
 import subprocess
 import sys
@@ -258,17 +256,24 @@ def test_a_stopped_run_keeps_its_state(
     assert "so far" in printed(outcome)
 
 
+IN_A_TERMINAL = """
+import os, pty, select, sys
+from pathlib import Path
+folder, *command = sys.argv[1:]
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(command[0], command)
+while not list(Path(folder).glob("99_ledger/*/notebook.ipynb")):  # its first cell has not begun
+    if select.select([terminal], [], [], 0.02)[0]:
+        print(os.read(terminal, 1 << 12).decode(), flush=True)
+os.close(terminal)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
 def test_a_terminal_that_goes_stops_a_run_in_order(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "p99lab.cli", "run", "99", "--tier", "smoke", "--out", str(tmp_path)]
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execv(sys.executable, command)
-    try:
-        while not list(tmp_path.glob("99_ledger/*/notebook.ipynb")):  # its first cell has begun
-            select.select([terminal], [], [], 0.02)[0] and os.read(terminal, 1 << 12)
-    finally:
-        os.close(terminal)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = subprocess.run([sys.executable, "-c", IN_A_TERMINAL, str(tmp_path), *command]).returncode
     (path,) = tmp_path.glob("99_ledger/*")
     told = RunFolder(path).read_json("run.json")
     assert (code, told["exit_code"], told["status"]) == (40, 40, "pre-empted")

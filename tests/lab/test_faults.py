@@ -257,11 +257,12 @@ def test_a_stopped_run_keeps_its_state(
 
 
 IN_A_TERMINAL = """
-import os, pty, select, sys
+import os, pty, select, signal, sys
 from pathlib import Path
 folder, *command = sys.argv[1:]
 pid, terminal = pty.fork()
 if pid == 0:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
     os.execv(command[0], command)
 while not list(Path(folder).glob("99_ledger/*/notebook.ipynb")):  # its first cell has not begun
     if select.select([terminal], [], [], 0.02)[0]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 from p99lab.errors import BadParameterError
 from p99lab.lab.headline_arms import Arm, arm, long_arms, measured_arms
 from p99lab.lab.parameters import Headline01
@@ -20,7 +18,7 @@ def check(parameters: Headline01) -> None:
     """
     if parameters.on_gpu and not hardware.has_gpu():
         raise BadParameterError(f"device={parameters.device} needs an NVIDIA GPU, and there is none here")
-    if parameters.threads > (usable := len(os.sched_getaffinity(0))):
+    if parameters.threads > (usable := hardware.num_usable_cpus()):
         raise BadParameterError(f"threads: {parameters.threads} are more than the {usable} CPUs that can be used here")
     spec_of(parameters.vllm_site, parameters.vllm_model, parameters.vllm_arguments)
     if not measured_arms(parameters):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,7 +52,11 @@ def make_writable(folder: Path) -> None:
 def _reserve(file: IO[bytes]) -> None:
     """Take the room, where the disk can promise any."""
     try:
-        os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        if sys.platform == "linux":
+            os.posix_fallocate(file.fileno(), 0, _RESERVED_BYTES)
+        else:
+            file.write(bytes(_RESERVED_BYTES))
+            file.flush()
     except OSError as error:
         if error.errno in _FULL:
             raise

@@ -77,6 +77,11 @@ def _digest(machine: dict[str, Any]) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 
+def num_usable_cpus() -> int:
+    """CPUs that this process may run on; elsewhere than on Linux all there are."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count() or 1
+
+
 def _cpu() -> dict[str, Any]:
     info = _read("/proc/cpuinfo")
     flags = set(_first_match(r"^(?:flags|Features)\s*:\s*(.*)$", info).split())
@@ -85,7 +90,7 @@ def _cpu() -> dict[str, Any]:
         "architecture": platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "threads": psutil.cpu_count(),
-        "usable": len(os.sched_getaffinity(0)) if sys.platform == "linux" else psutil.cpu_count(),
+        "usable": num_usable_cpus(),
         "quota_cpus": _cgroup_cpu_quota(),
         "caches": _caches(),
         "flags": [flag for flag in _CPU_FLAGS if flag in flags],

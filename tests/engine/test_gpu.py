@@ -142,7 +142,7 @@ def test_answers_are_as_near_to_float32_as_bfloat16_allows(models: Models, devic
 
 def _few_pages(questions: Sequence[Prompt], num_tokens: int, page_size: int) -> int:
     """Room for the longest of them, and a little more."""
-    return -(-(max(map(len, questions)) + num_tokens) // page_size) + 3
+    return -(-(max(map(len, questions)) + num_tokens) // page_size) + 2
 
 
 def _samplings(num: int, num_tokens: int, random: bool, scored: int = 0) -> list[SamplingParams]:

@@ -38,6 +38,7 @@ from p99lab.probe.records import RequestRecord, from_row, from_table, to_table
 from p99lab.probe.targets import TargetError
 from p99lab.probe.tokenizer import load_tokenize
 from p99lab.probe.workload import AnyLoad, Workload, digest, make_documents, needs_documents, queries, with_end
+from p99lab.serving.heap import keep_freed_memory
 from p99lab.strict import StrictModel
 
 OnProgress = Callable[[Progress], None]
@@ -390,6 +391,7 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
     with os.fdopen(os.dup(1), "wb") as channel, asyncio.Runner(loop_factory=new_event_loop) as runner:
         os.dup2(2, 1)  # what a library prints must not get among the frames
         orders: queue.SimpleQueue[bytes] = queue.SimpleQueue()

@@ -19,6 +19,7 @@ import orjson
 
 from p99lab.errors import P99labError
 from p99lab.serving.gateway_config import FAILED, READY, GatewayConfig
+from p99lab.serving.heap import keep_freed_memory
 from p99lab.serving.remote_engine import remote_engine
 from p99lab.serving.server import Server
 
@@ -26,6 +27,7 @@ from p99lab.serving.server import Server
 def main() -> None:
     """Serve until told to end, or until the engine has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    keep_freed_memory()
     config = GatewayConfig.parse(orjson.loads(sys.stdin.buffer.readline()))
     try:
         asyncio.run(_serve(config))

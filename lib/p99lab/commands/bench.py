@@ -49,7 +49,8 @@ def bench(
     figure must not exceed; it is judged for the sizes that it is stated for alone. Notes follow the table.
 
     Cases of h200, in process: decode-1, decode-64, decode-short, questions-64, prefill, warm; closed-idle (the time in
-    which no step runs and the host's time a step, 64 clients in the engine's loop); groups (steps with the chosen
+    which no step runs and the host's time a step, 64 clients in the engine's loop); steps (made by hand, as the loads
+    have them: measured, predicted, and in the files what each kind of kernel takes); groups (steps with the chosen
     prefix groups against the faster of two ways without, over a grid: the worst are shown, all are in the files);
     compile (a decoder layer without attention by our kernels, plain torch and torch.compile: steady, and until the
     first result). Over HTTP: itl-1, ttft-1, itl-64, itl-short, cold. -p primed=fake: documents of random keys and

@@ -23,6 +23,7 @@ from p99lab.lab.bench import (
     h200_groups,
     h200_http,
     h200_scheduling,
+    h200_steps,
     h200_transformers,
 )
 from p99lab.lab.bench.h200_engine import Ours, Steps
@@ -110,6 +111,9 @@ def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: 
         return
     tell("starting the engine")
     with reachable(bench.engine) as (engine, runner):
+        if "steps" in cases:
+            tell(f"steps: {CASES['steps']}")
+            yield from h200_steps.rows(bench, runner, geometry, found.rates)
         if "groups" in cases:
             tell(f"groups: {CASES['groups']}")
             yield from h200_groups.rows(bench, runner, geometry, found.rates)

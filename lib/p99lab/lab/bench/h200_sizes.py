@@ -22,6 +22,7 @@ CASES: Mapping[str, str] = MappingProxyType(
         "prefill": "TTFT, cold prompt, in process",
         "warm": "TTFT, known document, in process",
         "closed-idle": "time without a step, closed load, in process",
+        "steps": "steps of the loads, beside their predicted times",
         "groups": "step with groups ÷ the faster plain one, the slowest",
         "compile": "a layer without attention, by torch.compile and by us",
         "itl-1": "ITL over HTTP, 1 client",
@@ -34,7 +35,7 @@ CASES: Mapping[str, str] = MappingProxyType(
 OVER_HTTP = frozenset({"itl-1", "itl-64", "itl-short", "cold", "ttft-1"})
 BESIDE_TRANSFORMERS = frozenset({"decode-1", "prefill"})
 APART = frozenset({"compile"})  # in a process of its own, before the engine's
-BEFORE_DOCUMENTS = frozenset({"groups"})  # it overwrites the pool
+BEFORE_DOCUMENTS = frozenset({"steps", "groups"})  # they overwrite the pool
 ON_DOCUMENTS = frozenset(CASES) - APART - BEFORE_DOCUMENTS - {"decode-short", "prefill", "itl-short", "cold"}
 SHORT_FLOOR_MS = 5.6  # of decode-short, when its bar was stated: no ceiling measured later moves the bar
 SHORT_TIMES_FLOOR = 1.25

@@ -7,7 +7,7 @@ import pytest
 
 from p99lab.lab.proof.steadiness import CLAIMS, Make, autoregressive, independent, lockstep
 from p99lab.lab.proof.steadiness import verdicts as rates
-from p99lab.probe.steady import steady_window
+from p99lab.probe.steady import SteadyWindow, steady_cycles, steady_window
 
 pytestmark = pytest.mark.light
 
@@ -96,3 +96,35 @@ def test_failures_do_not_break_the_test() -> None:
     latency[150:] = np.inf
     assert steady_window(np.arange(200.0), latency, np.full(200, 8.0)).verdict == "drifting"
     assert steady_window(np.arange(200.0), np.full(200, np.inf), np.full(200, 8.0)).verdict == "steady"
+
+
+def cycles(num: int, growth: float = 0.0, every_s: float = 60.0, first_s: float = 36.0) -> SteadyWindow:
+    """Twenty requests a second; 0.8 s for 38 s after each cold document, else 0.45 s. `growth`: from cycle to cycle."""
+    start_s = np.arange(first_s, every_s * (num + 1) - 0.2, 0.05)
+    busy = (start_s % every_s < 38.0) & (start_s >= every_s)
+    latency = np.where(busy, 0.8, 0.45) * (1 + growth * (start_s // every_s))
+    latency *= np.random.default_rng(3).normal(1.0, 0.03, len(start_s))
+    return steady_cycles(start_s, latency, 20 * latency, every_s)
+
+
+def test_a_load_that_repeats_itself_is_steady_over_its_whole_cycles() -> None:
+    window = cycles(5)
+    assert window.verdict == "steady"
+    assert (window.start_s, window.end_s) == pytest.approx((60.0, 359.8), abs=0.1)
+    assert window.num_requests == pytest.approx(6000, abs=10)
+    late = cycles(5, first_s=70.0)  # the first cycle is not whole
+    assert (late.verdict, round(late.start_s)) == ("steady", 120)
+    start_s = np.arange(36.0, 360.0, 0.05)
+    assert (
+        steady_window(start_s, np.where(start_s % 60 < 38, 0.8, 0.45), np.full(len(start_s), 8.0)).verdict != "steady"
+    )
+
+
+def test_cycles_that_grow_drift_and_few_cannot_tell() -> None:
+    window = cycles(5, growth=0.04)
+    assert (window.verdict, window.reason) == ("drifting", "latency and concurrency never settles: cycles differ")
+    assert cycles(5, growth=0.01).verdict == "steady"
+    window = cycles(2)
+    assert (window.verdict, window.reason) == ("cannot tell", "2 of the 3 whole cycles of 60 s that it takes")
+    nothing = np.array([])
+    assert steady_cycles(nothing, nothing, nothing, 60.0).verdict == "cannot tell"

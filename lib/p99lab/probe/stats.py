@@ -14,8 +14,8 @@ from p99lab.probe.hits import HitRates
 from p99lab.probe.intervals import Figure, FloatArray, effective_size, min_n, order_statistics, percentile, spread
 from p99lab.probe.load import Run
 from p99lab.probe.records import Outcome, Phase, RequestRecord
-from p99lab.probe.steady import SteadyWindow, steady_window
-from p99lab.probe.workload import ClosedLoad, Load
+from p99lab.probe.steady import SteadyWindow, steady_cycles, steady_window
+from p99lab.probe.workload import ClosedLoad, Load, OpenLoad
 
 LATENESS_LIMIT_S = 0.005
 LATENESS_SHARE = 0.01
@@ -262,18 +262,21 @@ def measured(records: Iterable[RequestRecord]) -> list[RequestRecord]:
     return sorted(counted, key=lambda record: (record.start_s, record.index))
 
 
-def find_steady_window(records: Sequence[RequestRecord]) -> SteadyWindow:
+def find_steady_window(records: Sequence[RequestRecord], load: Load) -> SteadyWindow:
     """The steady part of a run's measured requests, by e2e latency and by concurrency at their sends."""
     counted = measured(records)
     sends = np.array([record.send_s for record in counted])
     starts, latency = np.array([r.start_s for r in counted]), np.array([e2e(r) for r in counted])
-    return steady_window(starts, latency, concurrency_at(sends, records))
+    series = (starts, latency, concurrency_at(sends, records))
+    if isinstance(load, OpenLoad) and load.cold_every_s is not None:
+        return steady_cycles(*series, load.cold_every_s)
+    return steady_window(*series)
 
 
 def summarise(run: Run, load: Load) -> Summary:
     """All figures of a run."""
     counted = measured(run.records)
-    window = find_steady_window(run.records)
+    window = find_steady_window(run.records, load)
     used = counted[window.first : window.last + 1]
     lateness = Lateness.of(used)
     hits = HitRates.of(used, run, load.cache)

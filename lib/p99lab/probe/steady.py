@@ -13,6 +13,10 @@ drift is not to pass because what is left of it is short.
 No drift found is no proof of none: the window is called steady only if, its straight line taken out, it is worth 16
 independent stretches, two for each of the least blocks. One long swing looks the same as a calm and a drift.
 
+A load that repeats itself (a cold document every minute) is never calm within a cycle. It is steady if its cycles are
+alike: from the first whole one on, the means of the first and of the last third of them, of latency and of concurrency,
+differ by no more than 10 %, whatever the significance; of fewer than three cycles nothing can be told.
+
 Stated rates (`lab.proof.steadiness` measures them), series of 400 requests unless said otherwise. Stationary ones are
 called steady in at least 98 % of cases where independent, in 94 % where AR(1) of 0.7 or in lockstep by 8. A level that
 doubles over the run is called drifting in at least 90 % of independent series, in 75 % of AR(1) ones and of 1 600
@@ -36,6 +40,8 @@ SIGNIFICANCE = 0.01
 MATERIAL_CHANGE = 0.10
 MIN_REQUESTS = 40
 MIN_STRETCHES = 16
+MIN_CYCLES = 3
+_CYCLE_GAP = 0.05  # of a cycle, without a request at its end: it is whole all the same
 _MIN_BLOCKS, _MAX_BLOCKS, _LEAST_TESTED = 8, 20, 6
 
 
@@ -99,6 +105,35 @@ def steady_window(start_s: FloatArray, latency_s: FloatArray, concurrency: Float
     )
 
 
+def steady_cycles(start_s: FloatArray, latency_s: FloatArray, concurrency: FloatArray, every_s: float) -> SteadyWindow:
+    """The whole cycles of a series of requests, where they are alike.
+
+    Args:
+        start_s, latency_s, concurrency: see `steady_window`; starts count from the run's own.
+        every_s: a cycle's length; the first begins so long after the run.
+    """
+    n = len(start_s)
+    whole = (0, n - 1, float(start_s[0]) if n else 0.0, float(start_s[-1]) if n else 0.0)
+    begin = max(1, math.ceil(whole[2] / every_s - _CYCLE_GAP))
+    num_cycles = max(0, math.floor(whole[3] / every_s + _CYCLE_GAP) - begin)
+    edges = np.searchsorted(start_s, every_s * (begin + np.arange(num_cycles + 1))).tolist()
+    if num_cycles < MIN_CYCLES or min(last - first for first, last in itertools.pairwise(edges)) == 0:
+        reason = f"{num_cycles} of the {MIN_CYCLES} whole cycles of {every_s:g} s that it takes"
+        return SteadyWindow("cannot tell", reason, *whole)
+    series = {"latency": _with_failures_slowest(latency_s), "concurrency": concurrency}
+    means = {
+        name: np.array([values[first:last].mean() for first, last in itertools.pairwise(edges)])
+        for name, values in series.items()
+    }
+    trends = {name: _trend_of(each) for name, each in means.items()}
+    if drifting := [name for name, found in trends.items() if found.drifts(1.0)]:
+        return SteadyWindow(
+            "drifting", f"{' and '.join(drifting)} never settles: cycles differ", *whole, *trends.values()
+        )
+    first, last = edges[0], edges[-1] - 1
+    return SteadyWindow("steady", None, first, last, float(start_s[first]), float(start_s[last]), *trends.values())
+
+
 def block_edges(values: FloatArray) -> list[int]:
     """Where blocks begin and the last one ends (blocks + 1 places); longer blocks for a correlated series.
 
@@ -127,12 +162,19 @@ def _detrended(values: FloatArray) -> FloatArray:
 def trend(values: FloatArray, edges: list[int]) -> Trend:
     """The trend of the block medians of a series (Mann–Kendall with ties, Kendall 1975)."""
     medians = np.array([np.median(values[begin:end]) for begin, end in itertools.pairwise(edges)])
-    later, earlier = np.tril_indices(len(medians), -1)
-    score = float(np.sign(medians[later] - medians[earlier]).sum())
-    third = max(1, len(medians) // 3)
-    centre = float(np.median(medians))
-    change = (np.median(medians[-third:]) - np.median(medians[:third])) / centre if centre > 0 else 0.0
-    return Trend(float(change), _mann_kendall(score, medians))
+    return _trend_of(medians)
+
+
+def _trend_of(values: FloatArray) -> Trend:
+    later, earlier = np.tril_indices(len(values), -1)
+    score = float(np.sign(values[later] - values[earlier]).sum())
+    return Trend(_change(values), _mann_kendall(score, values))
+
+
+def _change(values: FloatArray) -> float:
+    """From the first to the last third, as a share of the median."""
+    third, centre = max(1, len(values) // 3), float(np.median(values))
+    return float(np.median(values[-third:]) - np.median(values[:third])) / centre if centre > 0 else 0.0
 
 
 def _drifting(series: dict[str, FloatArray], rest: bool) -> list[str]:

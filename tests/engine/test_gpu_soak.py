@@ -309,7 +309,7 @@ def test_a_step_that_runs_out_of_memory_ends_the_engine_and_gives_up_its_memory(
     assert all(one.answer.usage is not None for one in session.asked)
     assert not engine.has_work
     for call in (engine.step, engine.check, engine.quiesce, lambda: engine.add([1]), lambda: engine.generate([[1]])):
-        with pytest.raises(EngineFailedError, match=r"^a step of this engine has failed.*OutOfMemoryError"):
+        with pytest.raises(EngineFailedError, match=r"^this engine has failed.*OutOfMemoryError"):
             call()
     assert allocated_bytes(model.device) - before <= SETTLED_BYTES  # though the engine is still named
     _use(model)

@@ -134,10 +134,10 @@ def test_a_run_whose_runner_was_killed_is_resumed(notebook: Path) -> None:
 
 
 def test_changed_code_is_named(notebook: Path) -> None:
-    folder = earlier_run(notebook)
+    bare, folder = earlier_run(notebook), earlier_run(notebook, revision="0123456789abcdef")
     write_notebook(notebook.parent, "from p99lab.lab import claims, plots")
-    said = refusal(folder, notebook)
-    assert "code differs: 09_tiny.ipynb, p99lab.lab.plots" in said
+    assert "code differs: 09_tiny.ipynb, p99lab.lab.plots" in refusal(bare, notebook)
+    assert "code differs since revision 0123456789ab: 09_tiny.ipynb, p99lab.lab.plots" in refusal(folder, notebook)
 
 
 def test_another_machine_is_named(notebook: Path) -> None:

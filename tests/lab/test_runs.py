@@ -160,6 +160,26 @@ def test_sql_over_no_runs_at_all(tmp_path: Path) -> None:
     assert runs.query(tmp_path, "SELECT count(*) AS n FROM runs") == (["n"], [(0,)])
 
 
+def test_sql_reads_the_runs_and_no_other_file_and_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = make_run(tmp_path, FIRST)
+    own, other = path / "metrics" / "figures.parquet", tmp_path / "other.csv"
+    other.write_text("a\n1\n")
+    before = own.read_bytes()
+    monkeypatch.chdir(tmp_path.parent)
+    assert runs.query(Path(tmp_path.name), "SELECT DISTINCT run FROM figures")[1] == [(FIRST,)]
+    for query in (
+        f"COPY (SELECT 1) TO '{tmp_path / 'new.csv'}'",
+        f"COPY (SELECT 1) TO '{own}'",
+        f"ATTACH '{tmp_path / 'new.db'}'",
+        f"FROM '{other}'",
+        "SET enable_external_access = true",
+    ):
+        with pytest.raises(BadParameterError, match=r"^[^\n]+$"):
+            runs.query(tmp_path, query)
+    assert own.read_bytes() == before
+    assert not list(tmp_path.glob("new.*"))
+
+
 def test_sql_leaves_no_file_and_errors_are_one_line(tmp_path: Path) -> None:
     path = make_run(tmp_path, FIRST)
     before = sorted(tmp_path.rglob("*"))

@@ -39,7 +39,7 @@ class Lifetime:
             return EngineClosedError("an engine does not survive a fork: make one in this process")
         if self._reason is not None:
             reason = "".join(self._reason.format_exception_only()).splitlines()[0]
-            error = EngineFailedError(f"a step of this engine has failed, make a new one ({reason})")
+            error = EngineFailedError(f"this engine has failed, make a new one ({reason})")
             error.add_note("".join(self._reason.format()))
             return error
         return EngineClosedError("the engine is closed") if self._is_closed else None

@@ -162,16 +162,21 @@ def connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
     """A database in memory with a view `runs` and one per kind of Parquet file, each with a column `run`.
 
     The files of a view may differ in their columns: what a run lacks is NULL. The columns that are known are there even
-    if no run has them. Close it after use.
+    if no run has them. Nothing but these files can be read, and none written. Close it after use.
     """
     import duckdb
 
     connection = duckdb.connect(config={"autoinstall_known_extensions": "false"})
     connection.register("runs", _as_arrow(runs))
+    readable: list[str] = []
     for view in VIEWS:
         files = [str(file) for run in runs if (file := run.path / "metrics" / f"{view}.parquet").is_file()]
         selects = [_no_rows(connection, view), *([_rows_of(files)] if files else [])]
         connection.sql(f"CREATE VIEW {view} AS {' UNION ALL BY NAME '.join(selects)}")
+        readable += files
+    connection.execute(f"SET allowed_paths = [{_listed(readable)}]")
+    connection.execute("SET enable_external_access = false")
+    connection.execute("SET lock_configuration = true")
     return connection
 
 
@@ -283,11 +288,14 @@ def _no_rows(connection: duckdb.DuckDBPyConnection, view: str) -> str:
 
 
 def _rows_of(files: Iterable[str]) -> str:
-    listed = ", ".join("'" + file.replace("'", "''") + "'" for file in files)
     return (
         "SELECT split_part(filename, '/', -3) AS run, * EXCLUDE (filename)"
-        f" FROM read_parquet([{listed}], union_by_name = true, filename = true)"
+        f" FROM read_parquet([{_listed(files)}], union_by_name = true, filename = true)"
     )
+
+
+def _listed(files: Iterable[str]) -> str:
+    return ", ".join("'" + file.replace("'", "''") + "'" for file in files)
 
 
 def _known_columns(view: str) -> pa.Schema:

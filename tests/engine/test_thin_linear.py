@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from p99lab.engine.linear import gated_linear, linear
-from p99lab.engine.projection import Norm, Separate, Streamed, projection
+from p99lab.engine.projection import Norm, Separate, Thin, projection
 
 ON_CUDA = torch.cuda.is_available()
 if not ON_CUDA:
@@ -112,74 +112,93 @@ def test_tiled(
     assert torch.equal(again, ours)  # whichever part came last
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [5, 16, 33])
+@pytest.mark.parametrize("sizes", [(512, 64), (200, 70)], ids=str)
+@pytest.mark.parametrize(("gated", "has_bias"), [(False, False), (True, True)])
+def test_tiled_behind_a_norm(
+    thin: Any, num_tokens: int, sizes: tuple[int, int], gated: bool, has_bias: bool, dtype: torch.dtype
+) -> None:
+    case = Case(num_tokens, sizes, dtype, gated, has_bias)
+    arrived = torch.zeros(2, dtype=torch.int32)
+    how = thin.Tiling(64, 64, 1, 4, 3)
+    ours = thin.tile(case.x, case.weight, how, arrived, bias=case.bias, norm=case.norm, eps=EPS, gated=gated)
+    tolerance = 4 * ULP[dtype]  # what the norm's weight makes of the tokens is rounded
+    torch.testing.assert_close(ours, case.expected(True), rtol=tolerance, atol=tolerance)
+    with pytest.raises(AssertionError):
+        thin.tile(case.x, case.weight, thin.Tiling(64, 64, 2, 4, 3), arrived, norm=case.norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("split", [1, 3])
+def test_a_tiled_product_is_rounded_and_then_added(thin: Any, split: int, dtype: torch.dtype) -> None:
+    case = Case(7, (512, 70), dtype, False, True)
+    arrived, how = torch.zeros(2, dtype=torch.int32), thin.Tiling(64, 64, split, 4, 3)
+    product = thin.tile(case.x, case.weight, how, arrived, bias=case.bias)
+    stream = torch.full((8, case.num_out), NOWHERE, dtype=dtype)  # a row more than there are tokens
+    residual = stream[:7]
+    residual.copy_(torch.randn(7, case.num_out) * 100)
+    expected = residual + product
+    assert thin.tile(case.x, case.weight, how, arrived, bias=case.bias, residual=residual) is residual
+    assert torch.equal(residual, expected)
+    assert (stream[7:] == NOWHERE).all()
+
+
 @pytest.mark.parametrize("size_in", [64, 896, 4096, 14336])
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("num_out", [1, 64, 896, 4096, 6144, 128256])
 @pytest.mark.parametrize("gated", [False, True])
-def test_every_product_can_be_tiled(thin: Any, size_in: int, num_out: int, gated: bool) -> None:
+def test_every_product_can_be_tiled(thin: Any, size_in: int, num_out: int, gated: bool, normed: bool) -> None:
     for num_tokens in (1, 16, 17, 64):
-        how = thin.tiling(num_tokens, num_out, size_in, gated)
+        how = thin.tiling(num_tokens, num_out, size_in, gated, normed)
         num_programs = -(-num_out // how.num_out) * how.split
         assert how.split == 1 or num_programs <= thin.MULTIPROCESSORS
-        assert how.split <= max(size_in // 512, 1)
+        assert how.split <= (1 if normed else max(size_in // 512, 1))
         rows = how.num_out * (2 if gated else 1)
         tokens = max(thin.padded(num_tokens), thin.TILED_AS)
-        assert how.num_stages * (rows + tokens) * how.num_in * 2 <= 227 << 10  # bytes of shared memory
-
-
-@pytest.mark.parametrize("num_tokens", [4, 5, 64, 65])
-@pytest.mark.parametrize("gated", [False, True])
-def test_tiles_serve_few_tokens_and_the_plain_product_the_others(thin: Any, num_tokens: int, gated: bool) -> None:
-    case = Case(num_tokens, (512, 20), torch.float16, gated, True)
-    plain: list[int] = []
-
-    def product(x: torch.Tensor) -> torch.Tensor:
-        plain.append(len(x))
-        return case.expected()
-
-    ours = thin.TiledLinear(case.weight, case.bias, gated, product)(case.x)
-    assert_near(ours, case.expected())
-    assert plain == ([] if thin.MIN_TILED <= num_tokens <= thin.MAX_TILED else [num_tokens])
+        values = tokens * how.num_in * normed  # what the norm's weight makes of them
+        assert (how.num_stages * (rows + tokens) * how.num_in + values) * 2 <= 227 << 10  # bytes of shared memory
 
 
 @pytest.fixture
-def projections(thin: Any) -> Callable[[Case], tuple[Separate, Streamed]]:
-    def of(case: Case) -> tuple[Separate, Streamed]:
+def projections(thin: Any) -> Callable[[Case], tuple[Separate, Thin]]:
+    def of(case: Case) -> tuple[Separate, Thin]:
         product = (gated_linear if case.gated else linear)(case.weight, case.bias, pack=False)
         separate = Separate(product, case.weight.device)
-        return separate, Streamed(case.weight, case.bias, case.gated, separate)
+        return separate, Thin(case.weight, case.bias, case.gated, separate)
 
     return of
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 64, 65])
 @pytest.mark.parametrize("has_delta", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_streamed_projection_is_the_norm_and_the_product(
+def test_a_thin_projection_is_the_norm_and_the_product(
     projections: Any, num_tokens: int, has_delta: bool, gated: bool
 ) -> None:
     case = Case(num_tokens, SIZES[1], DTYPES[-1], gated, True)
-    separate, streamed = projections(case)
+    separate, thin = projections(case)
     norm = Norm(case.norm, EPS)
     residual, delta = case.x.clone(), torch.randn_like(case.x) if has_delta else None
     summed = case.x.clone()
     expected = separate.of_norm(summed, delta, norm)
-    ours = streamed.of_norm(residual, delta, norm)
+    ours = thin.of_norm(residual, delta, norm)
     assert torch.equal(residual, summed)
     tolerance = 4 * ULP[ours.dtype]  # the norm is rounded in one of them
     torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 64, 65])
 def test_what_a_projection_leaves_over_completes_the_residual_stream(projections: Any, num_tokens: int) -> None:
     case = Case(num_tokens, SIZES[1], DTYPES[-1], False, True)
-    separate, streamed = projections(case)
+    separate, thin = projections(case)
     start = torch.randn(num_tokens, case.num_out, dtype=case.x.dtype)
     sums = []
-    for project in (separate, streamed):
+    for project in (separate, thin):
         residual = start.clone()
         left = project.onto(residual, case.x)
         sums.append(residual if left is None else residual + left)
-        assert (left is None) == (project is streamed and num_tokens <= 2)
+        assert (left is None) == (project is thin and num_tokens not in (3, 65))
         assert left is None or torch.equal(residual, start)
     torch.testing.assert_close(*sums, rtol=2 * ULP[start.dtype], atol=2 * ULP[start.dtype])
 
@@ -198,7 +217,7 @@ def large(gated: bool) -> Case:
 def test_large_weights_of_16_bits_are_streamed() -> None:
     with torch.device("cuda"):
         weight = torch.zeros(4096, 4096, dtype=torch.bfloat16)
-        assert isinstance(projection(weight, None, pack=False), Streamed)
+        assert isinstance(projection(weight, None, pack=False), Thin)
         assert isinstance(projection(weight[:4095], None, pack=False), Separate)
         assert isinstance(projection(weight.float(), None, pack=False), Separate)
 
@@ -230,7 +249,7 @@ def test_a_graph_captures_projections(num_tokens: int, gated: bool) -> None:
             residual.zero_()
             graph.replay()
             expected = case.expected(normed=gated)[:num_tokens]
-            # of more than two tokens the norm is rounded first
+            # of more than two tokens, what is multiplied is rounded first
             torch.testing.assert_close(captured, expected, rtol=2.0**-6, atol=2.0**-5 if gated else 2.0**-10)
             replayed = captured.clone()
             residual.zero_()

@@ -3,7 +3,7 @@
 On a CPU in fp32, torch's `F.linear` goes to MKL, which on two cores reads a weight at half the memory's speed for one
 token and computes narrow batches at half the speed of oneDNN. So there one token runs as a batched product over slices
 of the weight, and more tokens run in oneDNN over a copy of the weight in its own layout, as inductor does it.
-`p99lab bench cpu` shows what that buys. On a GPU, large weights have kernels of their own for few tokens.
+`p99lab bench cpu` shows what that buys. On a GPU, `projection` has kernels for large weights and few tokens.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ MIN_LARGE_BYTES = 32 << 20  # on a GPU; smaller weights may stay in the 50 MiB o
 
 def linear(weight: torch.Tensor, bias: torch.Tensor | None, pack: bool) -> Linear:
     """x @ weight.T + bias. weight: [out, in], bias: [out]."""
-    return PackedLinear(weight, bias) if pack else _tiled(weight, bias, False, PlainLinear(weight, bias))
+    return PackedLinear(weight, bias) if pack else PlainLinear(weight, bias)
 
 
 def gated_linear(weight: torch.Tensor, bias: torch.Tensor | None, pack: bool) -> Linear:
     """silu(gate(x)) * up(x). weight: [2 * out, in], gate above up; bias: [2 * out]."""
-    return PackedGatedLinear(weight, bias) if pack else _tiled(weight, bias, True, PlainGatedLinear(weight, bias))
+    return PackedGatedLinear(weight, bias) if pack else PlainGatedLinear(weight, bias)
 
 
 def can_pack(weight: torch.Tensor, num_bytes: int) -> bool:
@@ -46,14 +46,6 @@ def is_large(weight: torch.Tensor) -> bool:
     if not weight.is_cuda or torch.cuda.get_device_capability(weight.device) < (9, 0):
         return False
     return weight.element_size() == 2 and weight.nbytes >= MIN_LARGE_BYTES
-
-
-def _tiled(weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, plain: Linear) -> Linear:
-    if not is_large(weight):
-        return plain
-    from p99lab.engine.thin_linear import TiledLinear  # Triton, which comes with torch for CUDA
-
-    return TiledLinear(weight, bias, gated, plain)
 
 
 class PlainLinear:

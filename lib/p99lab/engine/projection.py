@@ -47,7 +47,7 @@ def projection(weight: torch.Tensor, bias: torch.Tensor | None, pack: bool, gate
     """
     product = gated_linear(weight, bias, pack) if gated else linear(weight, bias, pack)
     separate = Separate(product, weight.device)
-    return Streamed(weight, bias, gated, separate) if is_large(weight) else separate
+    return Thin(weight, bias, gated, separate) if is_large(weight) else separate
 
 
 class Separate:
@@ -64,32 +64,24 @@ class Separate:
         return self._product(x)
 
 
-class Streamed:
-    """One launch for one or two tokens, whose norm and sum cost less than launching them; `separate` for more."""
+class Thin:
+    """One launch for few tokens, with the norm before it or the sum after it; `separate` for more."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, separate: Projection) -> None:
-        from p99lab.engine import thin_linear  # Triton, which comes with torch for CUDA
+        from p99lab.engine.thin_linear import ThinProduct  # Triton, which comes with torch for CUDA
 
-        self._weight, self._bias, self._gated, self._separate = weight, bias, gated, separate
-        self._stream, self._streaming = thin_linear.stream, thin_linear.streaming
-        self._max_tokens = thin_linear.MAX_STREAMED
+        self._product, self._separate = ThinProduct(weight, bias, gated), separate
+        self._add_norm = add_norm_for(weight.device)
 
     def of_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
-        if delta is not None or len(residual) > self._max_tokens:
+        if not self._product.takes(len(residual)):
             return self._separate.of_norm(residual, delta, norm)
-        return self._stream(
-            residual,
-            self._weight,
-            self._streaming(len(residual), is_normed=True),
-            bias=self._bias,
-            norm=norm.weight,
-            eps=norm.eps,
-            gated=self._gated,
-        )
+        if delta is not None:  # from a product whose weight is not large
+            return self._product(self._add_norm(residual, delta, norm.weight, norm.eps))
+        return self._product(residual, norm.weight, norm.eps)
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
-        if len(x) > self._max_tokens:
+        if not self._product.takes(len(x)):
             return self._separate.onto(residual, x)
-        how = self._streaming(len(x), is_normed=False)
-        self._stream(x, self._weight, how, bias=self._bias, gated=self._gated, residual=residual)
+        self._product(x, residual=residual)
         return None

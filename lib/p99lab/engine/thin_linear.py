@@ -1,8 +1,8 @@
 """Matrix products of few tokens on CUDA, in Triton: bound by reading the weight, which each reads once.
 
-`stream` multiplies on the CUDA cores, best one token or two. It can take their norm on the way and add to the residual
-stream, so that a decoder layer launches nothing between its products but attention. `tile` multiplies on the tensor
-cores, up to 64 tokens. Both can activate a gate. Sums are float32, results are rounded once.
+`stream` multiplies on the CUDA cores, best one token or two; `tile` on the tensor cores, up to 64. Both can take the
+tokens' norm on the way, activate a gate and add to the residual stream: between its products a decoder layer launches
+nothing but attention. Sums are float32, results are rounded once.
 
 Nothing is compiled anew for another number of tokens that is `padded` to the same, and nothing synchronises, so a CUDA
 graph can capture both. Triton comes with torch for CUDA only. Import this module where it is needed.
@@ -12,14 +12,12 @@ graph can capture both. Triton comes with torch for CUDA only. Import this modul
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 
 from p99lab.engine.needs_triton import tl, triton
-
-Product = Callable[[torch.Tensor], torch.Tensor]
 
 MAX_STREAMED = 2  # tokens; cuBLAS is faster for three and four
 MIN_TILED, MAX_TILED = 5, 64
@@ -34,6 +32,16 @@ class Streaming:
 
     num_out: int
     num_warps: int
+
+
+class Around(TypedDict):
+    """What comes before and after a product, see `stream`."""
+
+    bias: torch.Tensor | None
+    norm: torch.Tensor | None
+    eps: float
+    gated: bool
+    residual: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,41 +64,58 @@ def streaming(num_tokens: int, is_normed: bool) -> Streaming:
     return Streaming(4, 16 if is_normed and num_tokens == 1 else 4)
 
 
-def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool) -> Tiling:
+def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool, normed: bool) -> Tiling:
     """The fastest on an H200 with the weights of Llama-3.1-8B.
 
     Two programs a multiprocessor where there are enough tiles, otherwise one with more on its way; split columns where
-    there are too few for that.
+    there are too few for that. Those of a product that begins with a norm are not split: all of a token's count for it.
     """
     num_tiles = -(-num_out // 64)
-    if gated and num_tokens > TILED_AS:
+    is_many = num_tokens > TILED_AS
+    if gated and is_many:
         return Tiling(64, 64, 1, 4, 4)
     if gated or num_tiles > 2 * MULTIPROCESSORS:
-        return Tiling(64, 128, 1, 4, 3)
+        return Tiling(64, 64, 1, 4, 6) if normed and is_many else Tiling(64, 128, 1, 4, 3)
+    if normed:
+        return Tiling(64, 64, 1, 4, 8) if is_many else Tiling(64, 128, 1, 4, 5)
     return Tiling(64, 128, min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1)), 4, 5)
 
 
-class TiledLinear:
-    """A product with a fixed weight, by `tile` for the numbers of tokens that it is faster for.
+class ThinProduct:
+    """A product with a fixed weight for few tokens.
 
     Calls must follow each other in one stream of launches: they share counters.
 
     Args:
-        weight: [out, in] or if gated [2 * out, in], see `tile`.
-        plain: the same product for all other numbers of tokens.
+        weight, bias, gated: see `tile`.
     """
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, plain: Product) -> None:
-        self._weight, self._bias, self._gated, self._plain = weight, bias, gated, plain
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool) -> None:
+        self._weight, self._bias, self._gated = weight, bias, gated
         self._num_out = len(weight) // 2 if gated else len(weight)
         self._arrived = torch.zeros(-(-self._num_out // 64), dtype=torch.int32, device=weight.device)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def takes(num_tokens: int) -> bool:
+        """Whether this is the fastest for so many."""
+        return num_tokens <= MAX_STREAMED or MIN_TILED <= num_tokens <= MAX_TILED
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `tile`, for numbers of tokens that it `takes`."""
         num_tokens, size_in = x.shape
-        if not MIN_TILED <= num_tokens <= MAX_TILED:
-            return self._plain(x)
-        how = tiling(num_tokens, self._num_out, size_in, self._gated)
-        return tile(x, self._weight, how, self._arrived, bias=self._bias, gated=self._gated)
+        around: Around = {
+            "bias": self._bias, "norm": norm, "eps": eps, "gated": self._gated, "residual": residual
+        }  # fmt: skip
+        if num_tokens <= MAX_STREAMED:
+            return stream(x, self._weight, streaming(num_tokens, norm is not None), **around)
+        how = tiling(num_tokens, self._num_out, size_in, self._gated, norm is not None)
+        return tile(x, self._weight, how, self._arrived, **around)
 
 
 def padded(num_tokens: int) -> int:
@@ -256,31 +281,37 @@ def tile(
     arrived: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
     gated: bool = False,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight.T for up to 64 tokens, in bf16 or fp16.
+    """As `stream`, for up to 64 tokens, in bf16 or fp16.
+
+    What the norm's weight makes of x is rounded, its scale is not.
 
     Args:
-        x: [T, in], contiguous.
-        weight: [out, in] or if gated [2 * out, in], contiguous.
+        how: with a norm, one that does not split.
         arrived: int32 zeros, one for each `how.num_out` outputs. Zeros again at the end; in use until then.
-        bias: [out] or if gated [2 * out], added to the product.
-        gated: the result is silu(gate) * up (arXiv 2002.05202), the first half of the weight being the gate's.
 
     Returns:
-        A new tensor [T, out].
+        `residual`, or a new tensor [T, out].
     """
     assert x.is_contiguous()
+    assert residual is None or residual.is_contiguous()
+    assert norm is None or how.split == 1
     num_tokens, size_in = x.shape
     num_out = len(weight) // 2 if gated else len(weight)
-    out = x.new_empty(num_tokens, num_out)
+    out = x.new_empty(num_tokens, num_out) if residual is None else residual
     tokens = max(padded(num_tokens), TILED_AS)
     grid = (-(-num_out // how.num_out), how.split)
     tile_elements = how.num_out * tokens * (2 if gated else 1)
     partials = x.new_empty(grid[0] * how.split * tile_elements if how.split > 1 else 0, dtype=torch.float32)
-    sizes = (num_out, size_in, tokens, gated)
+    sizes = (num_out, size_in, tokens, gated, residual is not None)
     blocks = (how.num_out, how.num_in, how.split, how.num_stages)
-    _tile[grid](x, weight, bias, out, partials, arrived, num_tokens, *sizes, *blocks, num_warps=how.num_warps)
+    _tile[grid](
+        x, weight, bias, norm, out, partials, arrived, num_tokens, eps, *sizes, *blocks, num_warps=how.num_warps
+    )  # fmt: skip
     return out
 
 
@@ -289,14 +320,17 @@ def _tile(
     x: tl.tensor,
     weight: tl.tensor,
     bias: tl.tensor,
+    norm: tl.tensor,
     out: tl.tensor,
     partials: tl.tensor,
     arrived: tl.tensor,
     num_tokens: tl.tensor,
+    eps: tl.constexpr,
     num_out: tl.constexpr,
     size_in: tl.constexpr,
     tokens: tl.constexpr,
     gated: tl.constexpr,
+    adds: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     split: tl.constexpr,
@@ -304,7 +338,8 @@ def _tile(
 ) -> None:
     """One program a tile of outputs and a part of the columns; the last of a tile's programs to end sums the parts.
 
-    The weight is the left operand: of that Hopper's tensor cores want 64 rows, of the other one as few as 8.
+    The weight is the left operand: of that Hopper's tensor cores want 64 rows, of the other one as few as 8. A norm's
+    scale is a token's own, so it is applied to the products, once all of the token has gone by.
     """
     part = tl.program_id(1)
     num_rows: tl.constexpr = block_out * (2 if gated else 1)
@@ -316,14 +351,23 @@ def _tile(
     columns = x + tl.minimum(token, num_tokens - 1)[None, :] * size_in + column[:, None]
     part_size: tl.constexpr = (size_in + block_in * split - 1) // (block_in * split) * block_in
     total = tl.zeros([num_rows, tokens], tl.float32)
+    squares = tl.zeros([block_in, tokens], tl.float32)
     for start in tl.range(0, part_size, block_in, num_stages=num_stages):
         at = part * part_size + start
         if part_size * split == size_in:
-            total = tl.dot(tl.load(rows + at), tl.load(columns + at), total)
+            left, right = tl.load(rows + at), tl.load(columns + at)
         else:
             inside = at + column < size_in
             left = tl.load(rows + at, mask=inside[None, :], other=0.0)
-            total = tl.dot(left, tl.load(columns + at, mask=inside[:, None], other=0.0), total)
+            right = tl.load(columns + at, mask=inside[:, None], other=0.0)
+        if norm is not None:
+            scale = tl.load(norm + at + column, mask=at + column < size_in, other=0.0).to(tl.float32)
+            values = right.to(tl.float32)
+            squares += values * values
+            right = (values * scale[:, None]).to(right.dtype)
+        total = tl.dot(left, right, total)
+    if norm is not None:
+        total *= tl.rsqrt(tl.sum(squares, axis=0) / size_in + eps)[None, :]
     is_last = True
     if split > 1:
         size: tl.constexpr = num_rows * tokens
@@ -339,4 +383,4 @@ def _tile(
                 total += tl.load(places + i * size, cache_modifier=".cg")
             tl.store(arrived + tl.program_id(0), 0)
     if is_last:
-        _put(tl.trans(total), bias, out, first, num_out, num_tokens, num_out, tokens, gated, False, block_out)
+        _put(tl.trans(total), bias, out, first, num_out, num_tokens, num_out, tokens, gated, adds, block_out)

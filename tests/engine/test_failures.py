@@ -89,7 +89,7 @@ def test_a_failed_step_ends_every_request_and_every_later_call_says_so(
         lambda: asyncio.run(_stream(engine)),
     ]
     for call in calls:
-        with pytest.raises(EngineFailedError, match=r"^a step .* has failed.*\(MemoryError: no room\)") as caught:
+        with pytest.raises(EngineFailedError, match=r"^this engine has failed.*\(MemoryError: no room\)") as caught:
             call()
         assert "in failing" in caught.value.__notes__[0]  # the traceback of the step
     assert engine.stats().num_steps == 2

@@ -154,10 +154,20 @@ def test_every_product_can_be_tiled(thin: Any, size_in: int, num_out: int, gated
         num_programs = -(-num_out // how.num_out) * how.split
         assert how.split == 1 or num_programs <= thin.MULTIPROCESSORS
         assert how.split <= (1 if normed else max(size_in // 512, 1))
+        assert how.num_warps in (4, 8)
         rows = how.num_out * (2 if gated else 1)
         tokens = max(thin.padded(num_tokens), thin.TILED_AS)
         values = tokens * how.num_in * normed  # what the norm's weight makes of them
         assert (how.num_stages * (rows + tokens) * how.num_in + values) * 2 <= 227 << 10  # bytes of shared memory
+
+
+def test_a_norm_is_taken_on_the_way_where_two_programs_share_a_multiprocessor(thin: Any) -> None:
+    dtype, size = torch.bfloat16, 64
+    narrow, wide = (thin.ThinProduct(torch.zeros(rows, size, dtype=dtype), None, False) for rows in (6144, 20_000))
+    gated = thin.ThinProduct(torch.zeros(2 * 1024, size, dtype=dtype), None, True)
+    half = thin.ThinProduct(torch.zeros(2 * 1024, size, dtype=torch.float16), None, True)
+    assert [one.takes_norm(2) for one in (narrow, wide, gated, half)] == [True] * 4
+    assert [one.takes_norm(64) for one in (narrow, wide, gated, half)] == [False, True, True, False]
 
 
 @pytest.fixture

@@ -71,6 +71,7 @@ def parameters(tmp_path_factory: pytest.TempPathFactory) -> Headline01:
         block_s=None,
         open_block_s=0.5,
         open_block_requests=0,
+        quiet_block_s=None,
         open_shares=(),
         bursty_shares=(),
         open_rates=(),

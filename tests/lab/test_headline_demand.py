@@ -37,6 +37,7 @@ TINY = (
     "block_s=0.4",
     "open_block_s=0.4",
     "open_block_requests=0",
+    "quiet_block_s=null",
     "open_shares=[0.2]",
     "bursty_shares=[0.2]",
     "open_rates=[[5000.0, 0.4]]",

@@ -169,7 +169,9 @@ def test_sql_reads_the_runs_and_no_other_file_and_writes_none(tmp_path: Path, mo
     assert runs.query(Path(tmp_path.name), "SELECT DISTINCT run FROM figures")[1] == [(FIRST,)]
     for query in (
         f"COPY (SELECT 1) TO '{tmp_path / 'new.csv'}'",
-        f"COPY (SELECT 1) TO '{own}'",
+        f"COPY (SELECT 1) TO '{own}' (USE_TMP_FILE false)",
+        f"SELECT 1; COPY (SELECT 1) TO '{own}' (USE_TMP_FILE false)",
+        "DROP VIEW figures",
         f"ATTACH '{tmp_path / 'new.db'}'",
         f"FROM '{other}'",
         "SET enable_external_access = true",

@@ -65,7 +65,7 @@ class Separate:
 
 
 class Thin:
-    """One launch for few tokens, with the norm before it or the sum after it; `separate` for more."""
+    """One launch for few tokens, with the sum after it and, where that pays, the norm before it; else `separate`."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, gated: bool, separate: Projection) -> None:
         from p99lab.engine.thin_linear import ThinProduct  # Triton, which comes with torch for CUDA
@@ -76,9 +76,9 @@ class Thin:
     def of_norm(self, residual: torch.Tensor, delta: torch.Tensor | None, norm: Norm) -> torch.Tensor:
         if not self._product.takes(len(residual)):
             return self._separate.of_norm(residual, delta, norm)
-        if delta is not None:  # from a product whose weight is not large
-            return self._product(self._add_norm(residual, delta, norm.weight, norm.eps))
-        return self._product(residual, norm.weight, norm.eps)
+        if delta is None and self._product.takes_norm(len(residual)):
+            return self._product(residual, norm.weight, norm.eps)
+        return self._product(self._add_norm(residual, delta, norm.weight, norm.eps))
 
     def onto(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
         if not self._product.takes(len(x)):

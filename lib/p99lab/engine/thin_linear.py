@@ -65,20 +65,23 @@ def streaming(num_tokens: int, is_normed: bool) -> Streaming:
 
 
 def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool, normed: bool) -> Tiling:
-    """The fastest on an H200 with the weights of Llama-3.1-8B.
+    """The fastest on an H200 with the weights of Llama-3.1-8B; with a norm, by what the compiler makes of it.
 
     Two programs a multiprocessor where there are enough tiles, otherwise one with more on its way; split columns where
-    there are too few for that. Those of a product that begins with a norm are not split: all of a token's count for it.
+    there are too few for that. Columns behind a norm are not split: all of a token's count for it. With eight warps its
+    weight comes by asynchronous copies there too.
     """
-    num_tiles = -(-num_out // 64)
-    is_many = num_tokens > TILED_AS
+    num_tiles, is_many = -(-num_out // 64), num_tokens > TILED_AS
     if gated and is_many:
         return Tiling(64, 64, 1, 4, 4)
     if gated or num_tiles > 2 * MULTIPROCESSORS:
-        return Tiling(64, 64, 1, 4, 6) if normed and is_many else Tiling(64, 128, 1, 4, 3)
-    if normed:
-        return Tiling(64, 64, 1, 4, 8) if is_many else Tiling(64, 128, 1, 4, 5)
-    return Tiling(64, 128, min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1)), 4, 5)
+        if normed:
+            return Tiling(64, 64, 1, 4, 6) if is_many else Tiling(64, 128, 1, 8, 3)
+        return Tiling(64, 128, 1, 4, 3)
+    split = 1 if normed else min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1))
+    if split > 1 or not is_many:
+        return Tiling(64, 128, split, 4, 5)
+    return Tiling(64, 64, 1, 4, 8 if num_tiles <= MULTIPROCESSORS else 6)
 
 
 class ThinProduct:
@@ -99,6 +102,16 @@ class ThinProduct:
     def takes(num_tokens: int) -> bool:
         """Whether this is the fastest for so many."""
         return num_tokens <= MAX_STREAMED or MIN_TILED <= num_tokens <= MAX_TILED
+
+    def takes_norm(self, num_tokens: int) -> bool:
+        """Whether the norm on the way costs less than a launch of its own, and loses nothing.
+
+        On the tensor cores tokens have to pass through registers for it, one step of columns after the other. Where two
+        programs share a multiprocessor that hides behind the weight. What the norm's weight makes of tokens, before
+        they are divided by their mean square, may lie beyond fp16.
+        """
+        has_two = self._gated or -(-self._num_out // 64) > 2 * MULTIPROCESSORS
+        return num_tokens <= MAX_STREAMED or (has_two and self._weight.dtype == torch.bfloat16)
 
     def __call__(
         self,

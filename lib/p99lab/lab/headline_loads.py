@@ -174,6 +174,8 @@ def _open(arm: Arm, load: LoadSpec, parameters: Headline01) -> Planned:
             seconds = churn_s(parameters)
         case "rate":
             seconds = parameters.open_rates[load.place][1]
+        case "share" if load.value == parameters.churn_share:
+            seconds = max(parameters.open_block_s, parameters.quiet_block_s or 0.0)
         case _:
             seconds = parameters.open_block_s
     return Planned(arm, load, 0, None, seconds, seconds)

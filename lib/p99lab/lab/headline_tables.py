@@ -213,8 +213,9 @@ def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[
     yield from dict.fromkeys(doubt for block in cell.blocks for doubt in block.summary.doubts)
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
-    if latency.effective_n < latency.n:
-        yield f"correlated: worth {latency.effective_n} independent requests"
+    name, tail = _deepest_tail(latency)
+    if tail.effective_n < latency.n:
+        yield f"correlated: worth {tail.effective_n} independent requests{'' if name == 'max' else f' for {name}'}"
 
 
 def _ended_early(cell: Cell, parameters: Headline01) -> bool:

@@ -129,7 +129,8 @@ def _differences(earlier: RunFolder, record: Mapping[str, Any], notebook: Path, 
         yield "it did not record its code"
     elif record["code"] != sources.digest((now := sources.digests(notebook)).items()):
         revision = record.get("revision")
-        since = f" since revision {revision[:12]}" if isinstance(revision, str) else ""
+        dirty = "+" if record.get("dirty") else ""
+        since = f" since revision {revision[:12]}{dirty}" if isinstance(revision, str) else ""
         yield f"code differs{since}: {_named(_changed(_sources(earlier), now))}"
     if record.get("parameters_digest") != parameters.digest(values):
         yield "parameters.yaml is not what it ran with"

@@ -162,7 +162,7 @@ def connect(runs: Sequence[Run]) -> duckdb.DuckDBPyConnection:
     """A database in memory with a view `runs` and one per kind of Parquet file, each with a column `run`.
 
     The files of a view may differ in their columns: what a run lacks is NULL. The columns that are known are there even
-    if no run has them. Nothing but these files can be read, and none written. Close it after use.
+    if no run has them. Nothing but these files can be read. Close it after use.
     """
     import duckdb
 
@@ -184,11 +184,14 @@ def query(outputs: Path, sql: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Column names and rows of a query over the views `runs`, `figures`, `percentiles` and `requests`.
 
     Raises:
-        BadParameterError: the query is wrong, or a file that it reads is.
+        BadParameterError: the query is wrong, or a file that it reads is; or it does anything but ask.
     """
     import duckdb
 
     try:
+        asking = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
+        if any(statement.type not in asking for statement in duckdb.extract_statements(sql)):
+            raise BadParameterError("a query over the runs is a SELECT, and changes nothing")
         with connect(catalogue(outputs)) as connection:
             try:
                 result = connection.sql(sql)

@@ -269,7 +269,7 @@ def find_steady_window(records: Sequence[RequestRecord], load: Load) -> SteadyWi
     starts, latency = np.array([r.start_s for r in counted]), np.array([e2e(r) for r in counted])
     series = (starts, latency, concurrency_at(sends, records))
     if isinstance(load, OpenLoad) and load.cold_every_s is not None:
-        return steady_cycles(*series, load.cold_every_s)
+        return steady_cycles(*series, load.cold_every_s, load.duration_s)
     return steady_window(*series)
 
 

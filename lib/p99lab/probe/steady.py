@@ -14,8 +14,10 @@ No drift found is no proof of none: the window is called steady only if, its str
 independent stretches, two for each of the least blocks. One long swing looks the same as a calm and a drift.
 
 A load that repeats itself (a cold document every minute) is never calm within a cycle. It is steady if its cycles are
-alike: from the first whole one on, the means of the first and of the last third of them, of latency and of concurrency,
-differ by no more than 10 %, whatever the significance; of fewer than three cycles nothing can be told.
+alike: no two of at least three whole ones have means, of latency or of concurrency, that differ by more than 10 %, and
+chance hides no such difference. How well a mean is known follows from how the twelve phases of its cycle lie beside the
+course that all cycles have in common. It drifts if its cycles rise or fall, one after the other, by more than 10 % (by
+chance five do in 2 % of cases; of three it is never said). Else nothing can be told.
 
 Stated rates (`lab.proof.steadiness` measures them), series of 400 requests unless said otherwise. Stationary ones are
 called steady in at least 98 % of cases where independent, in 94 % where AR(1) of 0.7 or in lockstep by 8. A level that
@@ -41,7 +43,10 @@ MATERIAL_CHANGE = 0.10
 MIN_REQUESTS = 40
 MIN_STRETCHES = 16
 MIN_CYCLES = 3
-_CYCLE_GAP = 0.05  # of a cycle, without a request at its end: it is whole all the same
+CYCLES_SIGNIFICANCE = 0.05  # five cycles have 0.03 at least
+_LATE_START = 0.05  # of a cycle, that may be missing of the first
+_PHASES = 12  # of a cycle
+_STANDARD_ERRORS = 3.0  # of the largest of some differences
 _MIN_BLOCKS, _MAX_BLOCKS, _LEAST_TESTED = 8, 20, 6
 
 
@@ -105,33 +110,73 @@ def steady_window(start_s: FloatArray, latency_s: FloatArray, concurrency: Float
     )
 
 
-def steady_cycles(start_s: FloatArray, latency_s: FloatArray, concurrency: FloatArray, every_s: float) -> SteadyWindow:
+def steady_cycles(
+    start_s: FloatArray, latency_s: FloatArray, concurrency: FloatArray, every_s: float, end_s: float | None = None
+) -> SteadyWindow:
     """The whole cycles of a series of requests, where they are alike.
 
     Args:
         start_s, latency_s, concurrency: see `steady_window`; starts count from the run's own.
         every_s: a cycle's length; the first begins so long after the run.
+        end_s: when the load ended; None: with the last request.
     """
     n = len(start_s)
     whole = (0, n - 1, float(start_s[0]) if n else 0.0, float(start_s[-1]) if n else 0.0)
-    begin = max(1, math.ceil(whole[2] / every_s - _CYCLE_GAP))
-    num_cycles = max(0, math.floor(whole[3] / every_s + _CYCLE_GAP) - begin)
-    edges = np.searchsorted(start_s, every_s * (begin + np.arange(num_cycles + 1))).tolist()
-    if num_cycles < MIN_CYCLES or min(last - first for first, last in itertools.pairwise(edges)) == 0:
+    if n < MIN_REQUESTS:
+        return SteadyWindow("cannot tell", f"{n} of the {MIN_REQUESTS} requests it takes", *whole)
+    begin = max(1, math.ceil(whole[2] / every_s - _LATE_START))
+    num_cycles = max(0, math.floor((whole[3] if end_s is None else end_s) / every_s) - begin)
+    if num_cycles < MIN_CYCLES:
         reason = f"{num_cycles} of the {MIN_CYCLES} whole cycles of {every_s:g} s that it takes"
         return SteadyWindow("cannot tell", reason, *whole)
     series = {"latency": _with_failures_slowest(latency_s), "concurrency": concurrency}
-    means = {
-        name: np.array([values[first:last].mean() for first, last in itertools.pairwise(edges)])
-        for name, values in series.items()
-    }
-    trends = {name: _trend_of(each) for name, each in means.items()}
-    if drifting := [name for name, found in trends.items() if found.drifts(1.0)]:
-        return SteadyWindow(
-            "drifting", f"{' and '.join(drifting)} never settles: cycles differ", *whole, *trends.values()
-        )
-    first, last = edges[0], edges[-1] - 1
+    phase = np.floor((start_s / every_s - begin) * _PHASES).astype(int)
+    inside = (phase >= 0) & (phase < num_cycles * _PHASES)
+    if not np.bincount(phase[inside], minlength=num_cycles * _PHASES).all():
+        return SteadyWindow("cannot tell", f"cycles of {every_s:g} s have stretches without a request", *whole)
+    found = {name: Cycles.of(values[inside], phase[inside], num_cycles) for name, values in series.items()}
+    trends = {name: _trend_of(cycles.means) for name, cycles in found.items()}
+    if drifting := [name for name, found_trend in trends.items() if found_trend.drifts(CYCLES_SIGNIFICANCE)]:
+        reason = f"{' and '.join(drifting)} of the cycles never settles"
+        return SteadyWindow("drifting", reason, *whole, *trends.values())
+    if unlike := [f"{name} by {cycles.apart:.0%}" for name, cycles in found.items() if cycles.apart > MATERIAL_CHANGE]:
+        reason = f"cycles of {every_s:g} s may differ in {' and in '.join(unlike)}"
+        return SteadyWindow("cannot tell", reason, *whole, *trends.values())
+    first, last = (int(place) for place in np.flatnonzero(inside)[[0, -1]])
     return SteadyWindow("steady", None, first, last, float(start_s[first]), float(start_s[last]), *trends.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Cycles:
+    """The means of a series' cycles, and the standard error of each, as shares of their median."""
+
+    means: FloatArray
+    errors: FloatArray
+
+    @classmethod
+    def of(cls, values: FloatArray, phase: FloatArray, num_cycles: int) -> Cycles:
+        """
+        Args:
+            values: [n].
+            phase: [n] int, which phase of all cycles' each lies in; each phase has some.
+        """
+        size = num_cycles * _PHASES
+        means = (np.bincount(phase, values, size) / np.bincount(phase, minlength=size)).reshape(num_cycles, _PHASES)
+        rests = means - means.mean(axis=0)  # from the course that all have in common
+        errors = rests.std(axis=1, ddof=1) / math.sqrt(_PHASES)
+        of_cycles = means.mean(axis=1)
+        centre = float(np.median(of_cycles))
+        return (
+            cls(of_cycles / centre, errors / centre) if centre > 0 else cls(np.ones(num_cycles), np.zeros(num_cycles))
+        )
+
+    @property
+    def apart(self) -> float:
+        """How far the two that differ most may be apart: their difference, or what chance can make of one if that is
+        more."""
+        lowest, highest = int(np.argmin(self.means)), int(np.argmax(self.means))
+        chance = _STANDARD_ERRORS * math.hypot(self.errors[lowest], self.errors[highest])
+        return float(max(np.ptp(self.means), chance))
 
 
 def block_edges(values: FloatArray) -> list[int]:

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
-KEPT_BYTES = 256 << 20
+KEPT_BYTES = 64 << 20  # some ten prompts in hand
 LARGEST_BYTES = 32 << 20  # the most that every glibc takes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -56,7 +57,9 @@ def test_a_step_has_a_row_with_its_prediction_where_the_pool_holds_it() -> None:
     with reachable(TINY.engine) as (engine, runner):
         found = [*rows(TINY, runner, engine.geometry, RATES, (small, large))]
         assert engine.stats().num_steps == 0  # its own counters know of nothing
-    assert [row.name for row in found] == ["steps: small"]
+    assert [row.name for row in found] == ["steps: small", "steps: large"]
+    assert math.isnan(found[1].value)
+    assert found[1].note == "not measured: 491 pages, and the pool has 300"
     assert found[0].note is not None
     assert found[0].note.startswith("11 tokens; predicted ")
     assert found[0].n is not None

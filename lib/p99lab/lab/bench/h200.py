@@ -33,12 +33,12 @@ from p99lab.lab.bench.h200_runner import BenchRunner, reachable
 from p99lab.lab.bench.h200_sizes import (
     APART,
     BARS_MS,
-    BEFORE_DOCUMENTS,
     BESIDE_TRANSFORMERS,
     CASES,
     FAKE,
     ON_DOCUMENTS,
     OVER_HTTP,
+    WITHOUT_ENGINE,
     H200Bench,
 )
 from p99lab.lab.bench.rows import BenchRow
@@ -111,9 +111,6 @@ def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: 
         return
     tell("starting the engine")
     with reachable(bench.engine) as (engine, runner):
-        if "steps" in cases:
-            tell(f"steps: {CASES['steps']}")
-            yield from h200_steps.rows(bench, runner, geometry, found.rates)
         if "groups" in cases:
             tell(f"groups: {CASES['groups']}")
             yield from h200_groups.rows(bench, runner, geometry, found.rates)
@@ -121,7 +118,7 @@ def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: 
         if cases & ON_DOCUMENTS:
             tell(f"priming {bench.num_documents} documents")
             prime(bench, ours, runner)
-        for case in (name for name in CASES if name in cases - OVER_HTTP - APART - BEFORE_DOCUMENTS):
+        for case in (name for name in CASES if name in cases - OVER_HTTP - APART - WITHOUT_ENGINE):
             tell(f"{case}: {CASES[case]}")
             yield from report.in_process(case, ours)
         if cases & OVER_HTTP:
@@ -129,6 +126,10 @@ def _rows(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None, tell: 
             with ClientProcess() as clients, served(engine, on_loss=clients.kill) as url:
                 found_there = h200_http.measure(bench, cases, clients, endpoint(url, OUR_MODEL), prime=False, tell=tell)
                 yield from (report.row(case, sample) for case, sample in found_there)
+        if "steps" in cases:  # last: it overwrites the pool, and a profiler that was there slows what follows
+            tell(f"steps: {CASES['steps']}")
+            engine.quiesce()
+            yield from h200_steps.rows(bench, runner, geometry, found.rates)
 
 
 def _settings(bench: H200Bench, cases: frozenset[str], vllm: VllmSpec | None) -> Iterator[BenchRow]:

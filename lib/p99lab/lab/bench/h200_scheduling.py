@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from p99lab.engine.config import SchedulerConfig
 from p99lab.lab import parameters
-from p99lab.lab.bench.h200_sizes import APART, BEFORE_DOCUMENTS, OVER_HTTP, H200Bench
+from p99lab.lab.bench.h200_sizes import APART, OVER_HTTP, WITHOUT_ENGINE, H200Bench
 from p99lab.lab.bench.rows import BenchRow
 from p99lab.lab.headline_arms import arm
 
@@ -51,7 +51,7 @@ def _as_the_notebook(
 
 def rows(bench: H200Bench, cases: frozenset[str]) -> Iterator[BenchRow]:
     """The settings that these cases are measured with."""
-    if cases - OVER_HTTP - APART - BEFORE_DOCUMENTS - CLOSED:
+    if cases - OVER_HTTP - APART - WITHOUT_ENGINE - CLOSED:
         yield _row("in process", bench.engine.scheduler)
     if cases & CLOSED:
         yield _row("of closed-idle", closed(bench))

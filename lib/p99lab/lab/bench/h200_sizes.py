@@ -22,21 +22,21 @@ CASES: Mapping[str, str] = MappingProxyType(
         "prefill": "TTFT, cold prompt, in process",
         "warm": "TTFT, known document, in process",
         "closed-idle": "time without a step, closed load, in process",
-        "steps": "steps of the loads, beside their predicted times",
         "groups": "step with groups ÷ the faster plain one, the slowest",
         "compile": "a layer without attention, by torch.compile and by us",
         "itl-1": "ITL over HTTP, 1 client",
         "ttft-1": "TTFT over HTTP, known document",
         "itl-64": "ITL over HTTP, all on the documents",
         "itl-short": "ITL over HTTP, nothing shared",
-        "cold": "TTFT over HTTP, cold prompts, the slowest",  # last: they may put documents out of a cache
+        "cold": "TTFT over HTTP, cold prompts, the slowest",  # after the others: they may put documents out of a cache
+        "steps": "steps of the loads, beside their predicted times",
     }
 )
 OVER_HTTP = frozenset({"itl-1", "itl-64", "itl-short", "cold", "ttft-1"})
 BESIDE_TRANSFORMERS = frozenset({"decode-1", "prefill"})
 APART = frozenset({"compile"})  # in a process of its own, before the engine's
-BEFORE_DOCUMENTS = frozenset({"steps", "groups"})  # they overwrite the pool
-ON_DOCUMENTS = frozenset(CASES) - APART - BEFORE_DOCUMENTS - {"decode-short", "prefill", "itl-short", "cold"}
+WITHOUT_ENGINE = frozenset({"steps", "groups"})  # by its runner alone, over a pool that they overwrite
+ON_DOCUMENTS = frozenset(CASES) - APART - WITHOUT_ENGINE - {"decode-short", "prefill", "itl-short", "cold"}
 SHORT_FLOOR_MS = 5.6  # of decode-short, when its bar was stated: no ceiling measured later moves the bar
 SHORT_TIMES_FLOOR = 1.25
 BARS_MS: Mapping[str, float] = MappingProxyType(  # on one H200, at the default sizes; that of itl-short is vLLM's time

@@ -7,6 +7,7 @@ takes longer than predicted, its bound is not kept, and the kernels' own times s
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from p99lab.lab.bench.h200_sizes import H200Bench
 from p99lab.lab.bench.rows import BenchRow
 
 NUM_PROFILED = 5
+WARMUP_CELLS, MEASURED_CELLS = 4, 8  # of `group_cell_s` each: seconds, so that the device is at its power limit
 KINDS: Mapping[str, str] = MappingProxyType(  # the first that a kernel's name matches
     {
         "attention, computed": r"PrefillWithKVCache",
@@ -60,6 +62,7 @@ class LoadStep:
         return sum(self.decoding) + sum(map(sum, self.asked)) + (self.chunk[0] if self.chunk else 0)
 
 
+MOST_CHUNK = 512  # tokens
 NOBODY: tuple[tuple[int, ...], ...] = ((), (), (), ())
 STEPS = (
     LoadStep("decode alone", (13, 13, 13, 13), NOBODY),
@@ -75,7 +78,7 @@ STEPS = (
 class Layout:
     """Where the steps' rows have their pages: documents from page 0 on, then what each row has of its own.
 
-    `private_len`: tokens that a row which decodes has behind its document.
+    A document is as many tokens as fill its pages. `private_len`: tokens that a row which decodes has behind it.
     """
 
     def __init__(self, document_len: int, private_len: int, page_size: int) -> None:
@@ -83,6 +86,7 @@ class Layout:
         self._document_pages = document_len // page_size
         self._private_len = private_len
         self._own_pages = -(-(private_len + 1) // page_size) + 1
+        self._chunk_pages = -(-MOST_CHUNK // page_size)
 
     def rows(self, step: LoadStep) -> list[Row]:
         """Its rows, a document's side by side; the prompt in chunks is the last."""
@@ -115,7 +119,7 @@ class Layout:
         )
 
     def _row(self, index: int, step: LoadStep, document: int, num_tokens: int, num_private: int) -> Row:
-        own = (len(step.decoding) + 1) * self._document_pages + index * self._own_pages
+        own = (len(step.decoding) + 1) * self._document_pages + self._chunk_pages + index * self._own_pages
         pages = [
             np.arange(document * self._document_pages, (document + 1) * self._document_pages),
             np.arange(own, own + -(-(num_private + num_tokens) // self.page_size)),
@@ -127,23 +131,26 @@ class Layout:
 def rows(
     bench: H200Bench, runner: BenchRunner, geometry: Geometry, rates: Rates, steps: Sequence[LoadStep] = STEPS
 ) -> Iterator[BenchRow]:
-    """A row a step, and one for each kind of kernel in it as a detail; of steps that the pool holds."""
+    """A row a step; then, as details, what each kind of kernel takes. Profiling comes last: it slows what follows."""
     pool = runner.pool
     runner.fill(bench.seed)
     on_gpu = pool.k.device.type == "cuda"
     device = device_costs(torch.cuda.get_device_name(pool.k.device) if on_gpu else "cpu")
     costs = None if device is None else StepCost(device, geometry, pool.page_size, pool.k.element_size())
     layout = Layout(bench.document_len, bench.question_len + bench.closed_answer_len // 2, pool.page_size)
+    plans: dict[str, StepPlan] = {}
     for step in steps:
-        if layout.num_pages(step) > pool.k.shape[1]:
+        if (num_pages := layout.num_pages(step)) > pool.k.shape[1]:
+            note = f"not measured: {num_pages} pages, and the pool has {pool.k.shape[1]}"
+            yield BenchRow(f"steps: {step.name}", math.nan, "ms", note=note)
             continue
-        plan = planned(layout.rows(step), pool.page_size, costs)
-        seconds = step_times(runner, plan, bench.group_cell_s)
-        kinds = kernel_times(runner, plan) if on_gpu else {}
+        plan = plans[step.name] = planned(layout.rows(step), pool.page_size, costs)
+        seconds = step_times(runner, plan, WARMUP_CELLS * bench.group_cell_s, MEASURED_CELLS * bench.group_cell_s)
         floor = floor_s(geometry, layout.work(step), rates, ELEMENT_BYTES[bench.dtype])
         yield _shown(step, seconds, floor, _predicted(costs, plan, geometry.num_layers))
-        for kind, kind_s in kinds.items():
-            yield BenchRow(f"steps: {step.name}: {kind}", 1e3 * kind_s, "ms", n=NUM_PROFILED, detail=True)
+    if on_gpu:
+        for name, plan in plans.items():
+            yield from _taken_apart(name, runner, plan)
 
 
 def planned(rows: Sequence[Row], page_size: int, costs: StepCost | None) -> StepPlan:
@@ -152,11 +159,11 @@ def planned(rows: Sequence[Row], page_size: int, costs: StepCost | None) -> Step
     return StepPlan(0, tuple(rows[i] for i in order), groups)
 
 
-def step_times(runner: BenchRunner, plan: StepPlan, seconds: float) -> list[float]:
-    """Of like steps back to back for so long, three at least; those that warm up are left out."""
+def step_times(runner: BenchRunner, plan: StepPlan, warmup_s: float, seconds: float) -> list[float]:
+    """Of like steps back to back for so long, three at least, after others that warm the device up."""
     first_s = max(step_seconds(runner, [plan] * 2))
-    num_steps = max(3, int(seconds / first_s))
-    return list(step_seconds(runner, [plan] * (num_steps + 1)))[1:]
+    num_warmup, num_steps = (max(least, int(length / first_s)) for least, length in ((1, warmup_s), (3, seconds)))
+    return list(step_seconds(runner, [plan] * (num_warmup + num_steps)))[num_warmup:]
 
 
 def kernel_times(runner: BenchRunner, plan: StepPlan) -> dict[str, float]:
@@ -168,6 +175,17 @@ def kernel_times(runner: BenchRunner, plan: StepPlan) -> dict[str, float]:
     for event in profiled.key_averages():
         found[kind_of(event.key)] += event.self_device_time_total / 1e6 / NUM_PROFILED
     return found
+
+
+def _taken_apart(name: str, runner: BenchRunner, plan: StepPlan) -> Iterator[BenchRow]:
+    kinds = kernel_times(runner, plan)
+    whole_s = sum(kinds.values())
+    if not whole_s:
+        yield BenchRow(f"steps: {name}: kernels", math.nan, "ms", note="the profiler sees none here", detail=True)
+        return
+    yield BenchRow(f"steps: {name}: all kernels, profiled", 1e3 * whole_s, "ms", n=NUM_PROFILED, detail=True)
+    for kind, kind_s in kinds.items():
+        yield BenchRow(f"steps: {name}: {kind}", 1e3 * kind_s, "ms", n=NUM_PROFILED, detail=True)
 
 
 def kind_of(kernel: str) -> str:

@@ -149,12 +149,14 @@ def test_a_tiled_product_is_rounded_and_then_added(thin: Any, split: int, dtype:
 @pytest.mark.parametrize("num_out", [1, 64, 896, 4096, 6144, 128256])
 @pytest.mark.parametrize("gated", [False, True])
 def test_every_product_can_be_tiled(thin: Any, size_in: int, num_out: int, gated: bool, normed: bool) -> None:
-    for num_tokens in (1, 16, 17, 64):
+    weight = torch.empty(num_out * (2 if gated else 1), size_in, dtype=torch.bfloat16, device="meta")
+    for num_tokens in (5, 16, 17, 64):
+        if normed and not thin.ThinProduct(weight, None, gated).takes_norm(num_tokens):
+            continue
         how = thin.tiling(num_tokens, num_out, size_in, gated, normed)
         num_programs = -(-num_out // how.num_out) * how.split
         assert how.split == 1 or num_programs <= thin.MULTIPROCESSORS
         assert how.split <= (1 if normed else max(size_in // 512, 1))
-        assert how.num_warps in (4, 8)
         rows = how.num_out * (2 if gated else 1)
         tokens = max(thin.padded(num_tokens), thin.TILED_AS)
         values = tokens * how.num_in * normed  # what the norm's weight makes of them

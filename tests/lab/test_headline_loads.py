@@ -41,7 +41,7 @@ def test_the_gpu_tier_is_the_articles_scenario() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["exact_lengths=[1, 0, 1]", "arms=[]", "arms=[stock, stock]", "arms=[stok]", "open_shares=[1.5]"]
+    "override", ["exact_lengths=[1, 0, 1]", "arms=[]", "arms=[stock, stock]", "arms=[stok]", "open_shares=[[1.5, 60]]"]
 )
 def test_what_does_not_fit_is_refused(override: str) -> None:
     with pytest.raises(BadParameterError, match=override.partition("=")[0]):
@@ -146,8 +146,8 @@ def test_what_an_arm_cannot_answer_is_not_sent() -> None:
 
 
 def test_a_slow_arm_gets_time_for_a_p99() -> None:
-    parameters = tier("h200", "quiet_block_s=null")
-    half = block(parameters, LoadSpec("share", 0.5, 1))
+    parameters = tier("h200", "open_shares=[[0.5, 60]]")
+    half = block(parameters, LoadSpec("share", 0.5))
     assert open_s(half, parameters, 35.0) == 60.0
     slow_s = open_s(half, parameters, 4.0)
     assert slow_s is not None
@@ -180,11 +180,3 @@ def test_the_page_says_of_every_arm_why_it_is_not_there() -> None:
     assert table["stock"] == "measured"
     assert table["+chunked"] == "not run"
     assert table["+tiers and warm-up"] == "not built yet"
-
-
-def test_the_load_that_churn_is_held_against_may_last_longer() -> None:
-    own = tier("h200", *SITE, "open_shares=[0.5, 0.9]", "bursty_shares=[0.5]", "open_block_s=60", "quiet_block_s=180")
-    seconds = {one.load.name: one.duration_s for one in plan(own) if one.arm.name == "stock"}
-    assert (seconds["open 50 %"], seconds["open 90 %"], seconds["bursty 50 %"]) == (180.0, 60.0, 60.0)
-    usual = tier("h200", *SITE, "open_shares=[0.5]", "quiet_block_s=null")
-    assert {one.duration_s for one in plan(usual) if one.load.name == "open 50 %"} == {60.0}

@@ -1,8 +1,8 @@
 """Matrix products of few tokens on CUDA, in Triton: bound by reading the weight, which each reads once.
 
 `stream` multiplies on the CUDA cores, best one token or two; `tile` on the tensor cores, up to 64. Both can take the
-tokens' norm on the way, activate a gate and add to the residual stream: between its products a decoder layer launches
-nothing but attention. Sums are float32, results are rounded once.
+tokens' norm on the way, activate a gate and add to the residual stream, which saves launches between a decoder layer's
+products. Sums are float32, results are rounded once.
 
 Nothing is compiled anew for another number of tokens that is `padded` to the same, and nothing synchronises, so a CUDA
 graph can capture both. Triton comes with torch for CUDA only. Import this module where it is needed.
@@ -13,7 +13,6 @@ graph can capture both. Triton comes with torch for CUDA only. Import this modul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 
@@ -32,16 +31,6 @@ class Streaming:
 
     num_out: int
     num_warps: int
-
-
-class Around(TypedDict):
-    """What comes before and after a product, see `stream`."""
-
-    bias: torch.Tensor | None
-    norm: torch.Tensor | None
-    eps: float
-    gated: bool
-    residual: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +57,8 @@ def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool, normed: boo
     """The fastest on an H200 with the weights of Llama-3.1-8B; with a norm, by what the compiler makes of it.
 
     Two programs a multiprocessor where there are enough tiles, otherwise one with more on its way; split columns where
-    there are too few for that. Columns behind a norm are not split: all of a token's count for it. With eight warps its
-    weight comes by asynchronous copies there too.
+    there are too few for that, and no norm, for which all of a token's columns count. With eight warps a norm's weight
+    comes by asynchronous copies too.
     """
     num_tiles, is_many = -(-num_out // 64), num_tokens > TILED_AS
     if gated and is_many:
@@ -78,7 +67,7 @@ def tiling(num_tokens: int, num_out: int, size_in: int, gated: bool, normed: boo
         if normed:
             return Tiling(64, 64, 1, 4, 6) if is_many else Tiling(64, 128, 1, 8, 3)
         return Tiling(64, 128, 1, 4, 3)
-    split = 1 if normed else min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1))
+    split = min(max(MULTIPROCESSORS // num_tiles, 1), max(size_in // 512, 1))
     if split > 1 or not is_many:
         return Tiling(64, 128, split, 4, 5)
     return Tiling(64, 64, 1, 4, 8 if num_tiles <= MULTIPROCESSORS else 6)
@@ -110,7 +99,7 @@ class ThinProduct:
         programs share a multiprocessor that hides behind the weight. What the norm's weight makes of tokens, before
         they are divided by their mean square, may lie beyond fp16.
         """
-        has_two = self._gated or -(-self._num_out // 64) > 2 * MULTIPROCESSORS
+        has_two = self._gated or -(-self._num_out // 64) > 2 * MULTIPROCESSORS  # as `tiling` has it
         return num_tokens <= MAX_STREAMED or (has_two and self._weight.dtype == torch.bfloat16)
 
     def __call__(
@@ -120,15 +109,14 @@ class ThinProduct:
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `tile`, for numbers of tokens that it `takes`."""
+        """As `tile`, for numbers of tokens that it `takes`; a norm only where it `takes_norm`."""
         num_tokens, size_in = x.shape
-        around: Around = {
-            "bias": self._bias, "norm": norm, "eps": eps, "gated": self._gated, "residual": residual
-        }  # fmt: skip
+        weight, bias, gated = self._weight, self._bias, self._gated
         if num_tokens <= MAX_STREAMED:
-            return stream(x, self._weight, streaming(num_tokens, norm is not None), **around)
-        how = tiling(num_tokens, self._num_out, size_in, self._gated, norm is not None)
-        return tile(x, self._weight, how, self._arrived, **around)
+            narrow = streaming(num_tokens, norm is not None)
+            return stream(x, weight, narrow, bias=bias, norm=norm, eps=eps, gated=gated, residual=residual)
+        how = tiling(num_tokens, self._num_out, size_in, gated, norm is not None)
+        return tile(x, weight, how, self._arrived, bias=bias, norm=norm, eps=eps, gated=gated, residual=residual)
 
 
 def padded(num_tokens: int) -> int:

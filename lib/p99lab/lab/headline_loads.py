@@ -111,8 +111,8 @@ def plan(parameters: Headline01) -> list[Planned]:
 def open_loads(parameters: Headline01) -> list[LoadSpec]:
     """All but the closed one, the churn last: its cold documents are left in the cache."""
     loads = [LoadSpec("common", parameters.open_share)] if parameters.open_requests else []
-    loads += [LoadSpec("share", share, place) for place, share in enumerate(parameters.open_shares)]
-    loads += [LoadSpec("bursty", share, place) for place, share in enumerate(parameters.bursty_shares)]
+    loads += [LoadSpec("share", share, place) for place, (share, _) in enumerate(parameters.open_shares)]
+    loads += [LoadSpec("bursty", share, place) for place, (share, _) in enumerate(parameters.bursty_shares)]
     loads += [LoadSpec("rate", rate, place) for place, (rate, _) in enumerate(parameters.open_rates)]
     return loads + ([LoadSpec("churn", parameters.churn_share)] if parameters.cold_documents else [])
 
@@ -169,15 +169,11 @@ def _open(arm: Arm, load: LoadSpec, parameters: Headline01) -> Planned:
     if load.kind == "common":
         num_requests, pace = parameters.open_requests, 1.0 / parameters.open_share
         return Planned(arm, load, 0, num_requests, None, num_requests * pace)  # answered no faster than it arrives
-    match load.kind:
-        case "churn":
-            seconds = churn_s(parameters)
-        case "rate":
-            seconds = parameters.open_rates[load.place][1]
-        case "share" if load.value == parameters.churn_share:
-            seconds = max(parameters.open_block_s, parameters.quiet_block_s or 0.0)
-        case _:
-            seconds = parameters.open_block_s
+    if load.kind == "churn":
+        seconds = churn_s(parameters)
+    else:
+        lasting = {"share": parameters.open_shares, "bursty": parameters.bursty_shares, "rate": parameters.open_rates}
+        seconds = lasting[load.kind][load.place][1]
     return Planned(arm, load, 0, None, seconds, seconds)
 
 

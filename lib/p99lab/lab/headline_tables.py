@@ -137,7 +137,7 @@ def _name(cell: Cell) -> str:
 
 def _summary_row(cell: Cell, headline: Headline) -> dict[str, Any]:
     latency = cell.metrics["e2e"]
-    name, figure = _deepest_tail(latency)
+    name, figure = latency.deepest_tail
     return {
         "arm": cell.arm.name,
         "load": cell.load,
@@ -189,15 +189,6 @@ def _percentile_row(cell: Cell, name: str, metric: Distribution) -> dict[str, An
     return {**row, "max": metric.max_s}
 
 
-def _deepest_tail(latency: Distribution) -> tuple[str, Figure]:
-    """P99 where n allows it, else P90, else the maximum, which has no interval."""
-    for name in ("P99", "P90"):
-        figure = latency.percentiles[name.lower()]
-        if figure.value is not None:
-            return name, figure
-    return "max", Figure(latency.max_s, None, None, latency.n, latency.effective_n)
-
-
 def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[str]:
     yield from (f"void: {reason}" for reason in dict.fromkeys(cell.void))
     slo_s = headline.parameters.slo_p99_s
@@ -213,9 +204,9 @@ def _remarks(cell: Cell, latency: Distribution, headline: Headline) -> Iterable[
     yield from dict.fromkeys(doubt for block in cell.blocks for doubt in block.summary.doubts)
     if latency.num_failed:
         yield f"{latency.num_failed} failed"
-    name, tail = _deepest_tail(latency)
+    name, tail = latency.deepest_tail
     if tail.effective_n < latency.n:
-        yield f"correlated: worth {tail.effective_n} independent requests{'' if name == 'max' else f' for {name}'}"
+        yield f"correlated: worth {tail.effective_n} independent requests for {name}"
 
 
 def _ended_early(cell: Cell, parameters: Headline01) -> bool:
@@ -234,7 +225,7 @@ def _is_cut(block: Block, planned: Planned) -> bool:
 
 def _ablation_row(cell: Cell) -> dict[str, Any]:
     latency = cell.metrics["e2e"]
-    name, figure = _deepest_tail(latency)
+    name, figure = latency.deepest_tail
     bounded = figure.low is not None and figure.high is not None
     return {
         "arm": _name(cell),

@@ -96,11 +96,9 @@ class Headline01(StrictModel):
     open_requests: int = Field(ge=0)  # 0 leaves the open load at a rate common to all arms out
     open_share: Share  # of what `stock` answers per second under the closed load
     open_arms: tuple[ArmName, ...] | None  # of `stock`, the full set and vLLM: who gets open loads; None: all three
-    open_block_s: float = Field(gt=0)  # of each open load below
-    open_block_requests: int = Field(ge=0)  # and longer where its rate is too low for as many; a P99 needs 368
-    quiet_block_s: float | None = Field(gt=0)  # of the one at `churn_share`, which the churn is held against, if longer
-    open_shares: tuple[Share, ...]  # Poisson arrivals, of what the arm itself answers under the closed load
-    bursty_shares: tuple[Share, ...]  # gamma arrivals (CV 2), likewise
+    open_block_requests: int = Field(ge=0)  # open loads below last longer at rates too low for as many; P99 needs 368
+    open_shares: tuple[tuple[Share, Seconds], ...]  # Poisson, of what the arm answers under the closed load, so long
+    bursty_shares: tuple[tuple[Share, Seconds], ...]  # gamma arrivals (CV 2), likewise
     open_rates: tuple[tuple[Rate, Seconds], ...]  # Poisson arrivals per second, up to the arm's capacity, for so long
     churn_share: Share  # Poisson arrivals beside cold documents, of what the arm itself answers
     cold_documents: int = Field(ge=0)  # that arrive during it; 0 leaves it out

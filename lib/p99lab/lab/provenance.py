@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,9 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.decode(errors="surrogateescape").encode(errors="replace").decode()
+
+
+def short_revision(record: Mapping[str, Any]) -> str:
+    """Of the code that a run's record names, short; `+` where the working tree had changes. Empty: none is named."""
+    revision = record.get("revision")
+    return f"{str(revision)[:12]}{'+' if record.get('dirty') else ''}" if revision else ""

@@ -19,6 +19,7 @@ from p99lab.errors import BadParameterError
 from p99lab.lab import alive, parameters, sources, units
 from p99lab.lab.job import Job, check_model, notebook_of
 from p99lab.lab.parameters import CONTRACTS, Contract
+from p99lab.lab.provenance import short_revision
 from p99lab.lab.run_folder import RunFolder
 from p99lab.observe import hardware
 from p99lab.strict import StrictModel
@@ -128,9 +129,7 @@ def _differences(earlier: RunFolder, record: Mapping[str, Any], notebook: Path, 
     if record.get("code") is None:
         yield "it did not record its code"
     elif record["code"] != sources.digest((now := sources.digests(notebook)).items()):
-        revision = record.get("revision")
-        dirty = "+" if record.get("dirty") else ""
-        since = f" since revision {revision[:12]}{dirty}" if isinstance(revision, str) else ""
+        since = f" since revision {revision}" if (revision := short_revision(record)) else ""
         yield f"code differs{since}: {_named(_changed(_sources(earlier), now))}"
     if record.get("parameters_digest") != parameters.digest(values):
         yield "parameters.yaml is not what it ran with"

@@ -19,6 +19,7 @@ import orjson
 from p99lab.errors import BadParameterError, did_you_mean
 from p99lab.lab import alive
 from p99lab.lab.parameters import CONTRACTS
+from p99lab.lab.provenance import short_revision
 from p99lab.lab.run_folder import CHECKSUMS
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ class Run:
 
     @property
     def revision(self) -> str:
-        """That of the code, short; `+` where the working tree had changes."""
-        revision = self.record.get("revision")
-        return f"{str(revision)[:12]}{'+' if self.record.get('dirty') else ''}" if revision else ""
+        return short_revision(self.record)
 
     @property
     def is_counted(self) -> bool:

@@ -117,6 +117,15 @@ class Distribution:
             reason=None if len(values) else why_empty or "no such measurement",
         )
 
+    @property
+    def deepest_tail(self) -> tuple[str, Figure]:
+        """P99 where n allows it, else P90, else the maximum, which has no interval."""
+        for name in ("P99", "P90"):
+            figure = self.percentiles[name.lower()]
+            if figure.value is not None:
+                return name, figure
+        return "max", Figure(self.max_s, None, None, self.n, self.effective_n)
+
     def as_dict(self) -> dict[str, Any]:
         figures = {name: figure.as_dict() for name, figure in self.percentiles.items()}
         plain = {"n": self.n, "effective_n": self.effective_n, "num_failed": self.num_failed, "reason": self.reason}
@@ -387,8 +396,10 @@ def _doubts(used: Sequence[RequestRecord], hits: HitRates) -> Iterable[str]:
 
 
 def correlation_note(metric: Distribution) -> Iterable[str]:
-    if metric.effective_n < metric.n:
-        yield f"correlated requests: {metric.n} are worth {metric.effective_n} independent ones"
+    """What its deepest tail is worth; the bulk may be worth less."""
+    name, tail = metric.deepest_tail
+    if tail.effective_n < metric.n:
+        yield f"correlated requests: for {name} {metric.n} are worth {tail.effective_n} independent ones"
 
 
 def _ms(seconds: float | None) -> str:

@@ -137,7 +137,7 @@ def steady_cycles(
     found = {name: Cycles.of(values[inside], phase[inside], num_cycles) for name, values in series.items()}
     trends = {name: _trend_of(cycles.means) for name, cycles in found.items()}
     if drifting := [name for name, found_trend in trends.items() if found_trend.drifts(CYCLES_SIGNIFICANCE)]:
-        reason = f"{' and '.join(drifting)} of the cycles never settles"
+        reason = f"cycles never settle in {' and '.join(drifting)}"
         return SteadyWindow("drifting", reason, *whole, *trends.values())
     if unlike := [f"{name} by {cycles.apart:.0%}" for name, cycles in found.items() if cycles.apart > MATERIAL_CHANGE]:
         reason = f"cycles of {every_s:g} s may differ in {' and in '.join(unlike)}"
@@ -165,10 +165,8 @@ class Cycles:
         rests = means - means.mean(axis=0)  # from the course that all have in common
         errors = rests.std(axis=1, ddof=1) / math.sqrt(_PHASES)
         of_cycles = means.mean(axis=1)
-        centre = float(np.median(of_cycles))
-        return (
-            cls(of_cycles / centre, errors / centre) if centre > 0 else cls(np.ones(num_cycles), np.zeros(num_cycles))
-        )
+        centre = float(np.median(of_cycles)) or 1.0
+        return cls(of_cycles / centre, errors / centre)
 
     @property
     def apart(self) -> float:

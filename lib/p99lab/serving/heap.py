@@ -11,16 +11,15 @@ KEPT_BYTES = 64 << 20  # some ten prompts in hand
 LARGEST_BYTES = 32 << 20  # the most that every glibc takes
 
 
-def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed instead of giving it back to the kernel; whether it does so. For a whole process.
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed instead of giving it back to the kernel, in all of this process; else nothing.
 
     By default megabytes that are free at the heap's end go back, so that each of their pages is cleared and faulted in
     anew: for the copies and arrays that a 128K-token prompt goes through, that takes as long as to read its digits.
     """
     if sys.platform != "linux":
-        return False
-    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-    return mallopt is not None and all(
-        mallopt(name, value) == 1
-        for name, value in ((_M_MMAP_THRESHOLD, LARGEST_BYTES), (_M_TRIM_THRESHOLD, KEPT_BYTES))
-    )
+        return
+    mallopt: Any = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # musl has none
+        mallopt(_M_MMAP_THRESHOLD, LARGEST_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES)

@@ -11,9 +11,10 @@ import pytest
 from p99lab.engine.costs import H200, StepCost
 from p99lab.engine.geometry import Geometry
 from p99lab.lab.bench.h200_floors import Work
+from p99lab.lab.bench.h200_groups import arranged
 from p99lab.lab.bench.h200_runner import reachable
 from p99lab.lab.bench.h200_sizes import H200Bench
-from p99lab.lab.bench.h200_steps import KINDS, NOBODY, STEPS, Layout, LoadStep, kind_of, planned, rows
+from p99lab.lab.bench.h200_steps import KINDS, NOBODY, STEPS, Layout, LoadStep, kind_of, rows
 from tests.lab.bench.test_h200 import H200 as RATES
 from tests.lab.bench.test_h200 import TINY
 
@@ -46,7 +47,7 @@ def test_steps_of_the_loads_are_grouped_by_document_and_within_their_bound() -> 
     geometry = Geometry.named("llama-3.1-8b")
     costs, layout = StepCost(H200, geometry, 64), Layout(130_816, 72, 64)
     for step in STEPS:
-        plan = planned(layout.rows(step), 64, costs)
+        plan = arranged(layout.rows(step), 64, costs)
         assert len(plan.groups) == sum(d + len(a) > 1 for d, a in zip(step.decoding, step.asked, strict=True))
         assert 0.02 < costs.step_time_s(plan.rows, plan.groups) < 0.042
 

@@ -134,6 +134,23 @@ class SweepStep:
         )
 
 
+def arranged(
+    rows: Sequence[Row], page_size: int, costs: StepCost | None, min_shared_tokens: int | None = None
+) -> StepPlan:
+    """A step of these rows, grouped as the engine would; `min_shared_tokens`: other than its own."""
+    least = GroupingConfig().min_shared_tokens if min_shared_tokens is None else min_shared_tokens
+    order, groups = arrange(rows, page_size, least, costs)
+    return StepPlan(0, tuple(rows[i] for i in order), groups)
+
+
+def costs_on(runner: BenchRunner, geometry: Geometry) -> StepCost | None:
+    """Of the runner's device; None where nobody has measured it."""
+    pool = runner.pool
+    on_gpu = pool.k.device.type == "cuda"
+    device = device_costs(torch.cuda.get_device_name(pool.k.device) if on_gpu else "cpu")
+    return None if device is None else StepCost(device, geometry, pool.page_size, pool.k.element_size())
+
+
 @dataclass(frozen=True, slots=True)
 class Ways:
     """One step put together in three ways: `plain` in the order of arrival and without groups, `chosen` as the engine
@@ -146,13 +163,8 @@ class Ways:
     @classmethod
     def of(cls, step: SweepStep, costs: StepCost | None) -> Ways:
         rows = step.rows()
-        least = GroupingConfig().min_shared_tokens
-
-        def arranged(min_shared_tokens: int, costs: StepCost | None) -> StepPlan:
-            order, groups = arrange(rows, step.page_size, min_shared_tokens, costs)
-            return StepPlan(0, tuple(rows[i] for i in order), groups)
-
-        return cls(StepPlan(0, tuple(rows)), arranged(least, costs), arranged(1, None))
+        chosen, every = arranged(rows, step.page_size, costs), arranged(rows, step.page_size, None, 1)
+        return cls(StepPlan(0, tuple(rows)), chosen, every)
 
     @property
     def different(self) -> dict[str, StepPlan]:
@@ -228,9 +240,7 @@ def rows(bench: H200Bench, runner: BenchRunner, geometry: Geometry, rates: Rates
     pool = runner.pool
     runner.fill(bench.seed)
     steps = [step for step in grid(bench, pool.page_size) if step.num_pages <= pool.k.shape[1]]
-    on_gpu = pool.k.device.type == "cuda"
-    device = device_costs(torch.cuda.get_device_name(pool.k.device) if on_gpu else "cpu")
-    costs = None if device is None else StepCost(device, geometry, pool.page_size, pool.k.element_size())
+    on_gpu, costs = pool.k.device.type == "cuda", costs_on(runner, geometry)
     found: list[SweepResult] = []
     for step in steps:
         floor = floor_s(geometry, step.work, rates, ELEMENT_BYTES[bench.dtype])

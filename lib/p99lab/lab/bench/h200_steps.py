@@ -15,17 +15,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
-import torch
 from torch.profiler import ProfilerActivity, profile
 
-from p99lab.engine.config import GroupingConfig
-from p99lab.engine.costs import StepCost, device_costs
+from p99lab.engine.costs import StepCost
 from p99lab.engine.geometry import Geometry
-from p99lab.engine.grouping import arrange
 from p99lab.engine.plan import Row, StepPlan
 from p99lab.engine.request import SamplingParams
 from p99lab.lab.bench.h200_floors import ELEMENT_BYTES, Rates, Work, floor_s
-from p99lab.lab.bench.h200_groups import step_seconds
+from p99lab.lab.bench.h200_groups import arranged, costs_on, step_seconds
 from p99lab.lab.bench.h200_runner import BenchRunner
 from p99lab.lab.bench.h200_sizes import H200Bench
 from p99lab.lab.bench.rows import BenchRow
@@ -134,9 +131,7 @@ def rows(
     """A row a step; then, as details, what each kind of kernel takes. Profiling comes last: it slows what follows."""
     pool = runner.pool
     runner.fill(bench.seed)
-    on_gpu = pool.k.device.type == "cuda"
-    device = device_costs(torch.cuda.get_device_name(pool.k.device) if on_gpu else "cpu")
-    costs = None if device is None else StepCost(device, geometry, pool.page_size, pool.k.element_size())
+    costs = costs_on(runner, geometry)
     layout = Layout(bench.document_len, bench.question_len + bench.closed_answer_len // 2, pool.page_size)
     plans: dict[str, StepPlan] = {}
     for step in steps:
@@ -144,19 +139,13 @@ def rows(
             note = f"not measured: {num_pages} pages, and the pool has {pool.k.shape[1]}"
             yield BenchRow(f"steps: {step.name}", math.nan, "ms", note=note)
             continue
-        plan = plans[step.name] = planned(layout.rows(step), pool.page_size, costs)
+        plan = plans[step.name] = arranged(layout.rows(step), pool.page_size, costs)
         seconds = step_times(runner, plan, WARMUP_CELLS * bench.group_cell_s, MEASURED_CELLS * bench.group_cell_s)
         floor = floor_s(geometry, layout.work(step), rates, ELEMENT_BYTES[bench.dtype])
         yield _shown(step, seconds, floor, _predicted(costs, plan, geometry.num_layers))
-    if on_gpu:
+    if pool.k.device.type == "cuda":
         for name, plan in plans.items():
             yield from _taken_apart(name, runner, plan)
-
-
-def planned(rows: Sequence[Row], page_size: int, costs: StepCost | None) -> StepPlan:
-    """The step as the engine would have it."""
-    order, groups = arrange(rows, page_size, GroupingConfig().min_shared_tokens, costs)
-    return StepPlan(0, tuple(rows[i] for i in order), groups)
 
 
 def step_times(runner: BenchRunner, plan: StepPlan, warmup_s: float, seconds: float) -> list[float]:
